@@ -112,7 +112,7 @@ def kl_of_replies(model, cache, turns):
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("spec", ["transform-22", "gear-k4v3:key_nbits=2"])
-def test_a_chat_is_measured_in_its_order(tiny_model, architecture, spec):
+def test_chat_kl_equals_turn_by_turn_measurement(tiny_model, architecture, spec):
     model, turns = tiny_model(architecture), chat()
     cache = choose_cache(model, turns, max_kl=LOOSE, candidates=[spec])
     name, own = parse_cache_spec(spec)
@@ -129,7 +129,7 @@ def test_a_chat_is_measured_in_its_order(tiny_model, architecture, spec):
     assert choose_cache(model, [*turns, prompt(9)], max_kl=LOOSE, candidates=[spec]).stats() == cache.stats()
 
 
-def test_a_chat_of_messages_is_that_of_its_tokens(tiny_model, tiny_folder):
+def test_chat_of_messages_equals_chat_of_its_tokens(tiny_model, tiny_folder):
     model, tokenizer = tiny_model("llama"), AutoTokenizer.from_pretrained(tiny_folder)
     tokenizer.chat_template = (
         "{% for each in messages %}<{{ each.role }}>{{ each.content }}\n{% endfor %}"
@@ -157,14 +157,14 @@ def test_a_chat_of_messages_is_that_of_its_tokens(tiny_model, tiny_folder):
         choose_cache(model, messages, tokenizer=tokenizer)
 
 
-def test_a_short_chat_is_no_pass(tiny_model):
+def test_chat_too_short_to_compress_is_refused(tiny_model):
     with pytest.raises(
         ValueError, match="of the chat's 60 tokens it compresses none, as a sequence needs at least 68"
     ):
         choose_cache(tiny_model("llama"), chat(20, 40), max_kl=LOOSE, candidates=["transform-22"])
 
 
-def test_the_choice_follows_the_bound(tiny_model):
+def test_choice_follows_the_bound(tiny_model):
     model, input_ids = tiny_model("llama"), prompt()
     kl = measure_all(model, input_ids, held_out=HELD_OUT)
     # The cheapest first, whatever the order in which they are given
@@ -189,7 +189,7 @@ def test_the_choice_follows_the_bound(tiny_model):
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_the_cache_is_empty_and_generates(tiny_model, architecture):
+def test_chosen_cache_is_empty_and_generates_like_its_preset(tiny_model, architecture):
     model = tiny_model(architecture)
     input_ids, mask = padded()
     cache = choose_cache(model, input_ids, max_kl=LOOSE, attention_mask=mask, candidates=["gear-k4v3"])
@@ -254,7 +254,7 @@ def test_nan_never_passes(tiny_model, monkeypatch):
         (LENGTH, 150, "of the 50 tokens before the 150 held out it compresses none"),
     ],
 )
-def test_a_prompt_too_short_to_judge_is_refused(tiny_model, length, held_out, message):
+def test_prompt_too_short_to_compress_is_refused(tiny_model, length, held_out, message):
     with pytest.raises(ValueError, match=message):
         # A cache with groups of 32 would compress some
         choose_cache(
@@ -323,7 +323,7 @@ def test_a_model_in_training_is_refused(tiny_model):
 # On the console, and on a real model
 
 
-def test_generate_by_a_bound(tiny_folder, run):
+def test_generate_command_chooses_by_a_bound(tiny_folder, run):
     options = [
         "generate",
         "--model",

@@ -61,7 +61,7 @@ def test_report_describes_this_machine(report_of) -> None:
     assert [each["name"] for each in report["models"]] == ["smollm2", "gemma3-270m"]
 
 
-def test_kernels_are_what_dispatch_chooses(report_of) -> None:
+def test_reported_kernels_equal_those_dispatched(report_of) -> None:
     report = report_of()
     for kernel in report["kernels"]:
         query = torch.zeros(1, 1, 1, 8, device=kernel["device"])
@@ -82,7 +82,7 @@ def test_text_output_shows_what_json_does(run) -> None:
         assert "cache offloaded" in result.stdout and "needs a CUDA device" in result.stdout
 
 
-def test_missing_kernels_are_a_hint(monkeypatch: pytest.MonkeyPatch, report_of) -> None:
+def test_missing_kernels_give_a_hint(monkeypatch: pytest.MonkeyPatch, report_of) -> None:
     monkeypatch.setattr(library, "why_missing", lambda: "the C kernels are not compiled")
     report = report_of()
     assert report["kernels"][0]["attention"] == "torch"

@@ -87,7 +87,7 @@ def test_caches_that_never_exceed_memory_have_no_largest_size() -> None:
     assert find_largest(lambda number: number / 2**24, 10, 2**24) is None
 
 
-def test_the_most_faithful_that_fits_is_recommended(contract_model: PreTrainedModel) -> None:
+def test_most_faithful_cache_that_fits_is_recommended(contract_model: PreTrainedModel) -> None:
     sizes = {
         name: predict_memory(contract_model.config, name, 500, dtype="float32").devices["cuda"] for name in CACHES
     }
@@ -112,7 +112,7 @@ def test_the_most_faithful_that_fits_is_recommended(contract_model: PreTrainedMo
     assert nothing.reason == f"No cache fits: the smallest, `gear-2bit`, would hold {show_bytes(sizes['gear-2bit'])}."
 
 
-def test_kl_of_own_text_decides(contract_model: PreTrainedModel) -> None:
+def test_kl_measured_on_own_text_sorts_caches(contract_model: PreTrainedModel) -> None:
     size = predict_memory(contract_model.config, "dynamic", 500, dtype="float32").devices["cuda"]
     kl = {"gear-2bit": 0.01, "transform": 0.02}
     found = ask(contract_model, size - 1, caches=None, kl=kl)
@@ -162,7 +162,7 @@ def test_weights_are_counted_when_asked_for(contract_model: PreTrainedModel) -> 
         recommend(config, "1GB", 100, caches=["dynamic"], with_weights=True)
 
 
-def test_default_caches_are_those_of_the_first_page(contract_model: PreTrainedModel) -> None:
+def test_default_caches_are_listed_on_the_first_page(contract_model: PreTrainedModel) -> None:
     announced: list[str] = []
     found = ask(contract_model, "1MB", caches=None, on_progress=announced.append, context=300)
     assert {*by_name(found), *found.not_sized} == {*DEFAULT_CACHES} == {*announced} <= {*list_caches()}
@@ -184,7 +184,7 @@ def test_named_caches_that_cannot_be_sized_are_errors(contract_model: PreTrained
 
 
 @pytest.mark.parametrize("results", RESULTS, ids=lambda path: path.stem)
-def test_kl_is_that_of_the_measured_tables(results: Path) -> None:
+def test_kl_equals_the_committed_results(results: Path) -> None:
     rows = read_result(results)["rows"]
     # Options make no name of their own, and some names of before are options now
     kl = {row["cache"]: round(row["kl"], 4) for row in rows if row["cache"] in list_caches()}
@@ -344,7 +344,7 @@ def test_predicted_memory_is_exact_for_registered_caches(contract_model, tiny_si
     assert len({tiny_sizer.measure(name, 9).total_bytes for name in ("shorter", "dynamic")}) == 2
 
 
-def test_a_gpu_holds_the_same_and_what_is_offloaded_apart(contract_model: PreTrainedModel) -> None:
+def test_predicted_gpu_and_host_memory_sum_to_the_total(contract_model: PreTrainedModel) -> None:
     setting = {"context": 1500, "batch_size": 2, "dtype": torch.float32}
     for name in ("gear-2bit", "infinigen", "infinigen:pool_tokens=800"):
         there, here = (predict_memory(contract_model.config, name, device=each, **setting) for each in ("cuda", "cpu"))
@@ -361,7 +361,7 @@ def test_a_gpu_holds_the_same_and_what_is_offloaded_apart(contract_model: PreTra
         assert staging == (int(0.2 * 1501) * row if pages else 0)
 
 
-def test_a_folder_with_a_config_alone(contract_model: PreTrainedModel, tmp_path: Path) -> None:
+def test_memory_is_predicted_from_a_config_without_weights(contract_model: PreTrainedModel, tmp_path: Path) -> None:
     contract_model.config.save_pretrained(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
     report = predict_memory(str(tmp_path), "dynamic", 100, batch_size=2)

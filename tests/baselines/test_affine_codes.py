@@ -14,7 +14,7 @@ from kvcache_plugins.formats.hadamard import rotate
 
 @pytest.mark.parametrize(("nbits", "clip"), [(2, 0.96), (2, 0.92), (4, 1.0)])
 @pytest.mark.parametrize("head_dim", [64, 80, 256])
-def test_codes_are_those_written_out(head_dim, nbits, clip):
+def test_codes_equal_a_plain_loop(head_dim, nbits, clip):
     states = torch.randn(2, 3, 5, head_dim) * torch.rand(head_dim).exp()
     rotation = rotate(torch.eye(head_dim))
     torch.testing.assert_close(rotation @ rotation.mT, torch.eye(head_dim))
@@ -43,7 +43,7 @@ def test_constant_states_are_exact_to_float16():
 
 
 @torch.no_grad()
-def test_saw_int4_bytes_and_rotated_keys(tiny_llama):
+def test_saw_int4_rotates_keys_and_has_published_bytes(tiny_llama):
     cache = create_cache("saw-int4", tiny_llama)
     tiny_llama(torch.randint(3, 128, (1, 100)), past_key_values=cache)
     memory = cache.memory()

@@ -43,7 +43,7 @@ def coded(cache: CodedTokensCache, states: torch.Tensor, side: str) -> torch.Ten
     return cache.layers[0].to_dense(side)
 
 
-def test_more_bits_are_nearer() -> None:
+def test_more_bits_have_less_error() -> None:
     states = torch.randn(1, 2, 200, 64)
     states[..., 7] *= 8
     errors = {}

@@ -102,7 +102,7 @@ def run(model, cache, padding, sizes=STEPS):
 @pytest.mark.parametrize("grow", [True, False], ids=["growing", "fixed"])
 @pytest.mark.parametrize("padding", [(0,), PADDING], ids=["alone", "padded"])
 @pytest.mark.parametrize("architecture", ["llama", "llama-mha", "llama-mqa"])
-def test_equals_a_plain_simulation(tiny_model, monkeypatch, architecture, padding, grow):
+def test_logits_equal_a_plain_simulation(tiny_model, monkeypatch, architecture, padding, grow):
     model = tiny_model(architecture)
     options = {"heavy_ratio": 0.15, "recent_ratio": 0.1, "grow": grow, **SMALL}
     cache = H2OCache(model.config, **options)
@@ -121,7 +121,7 @@ def test_equals_a_plain_simulation(tiny_model, monkeypatch, architecture, paddin
             assert positions[item, head][positions[item, head] >= 0].sort().values.tolist() == sorted(weight_of)
 
 
-def test_tiles_change_nothing(tiny_llama, monkeypatch):
+def test_logits_do_not_depend_on_the_tile_size(tiny_llama, monkeypatch):
     """Checks that no weights, of a prompt or a chunk, depend on how many queries fit a tile."""
     expected = run(tiny_llama, H2OCache(**SMALL), PADDING)
     for numbers in (1, 5000):
@@ -133,7 +133,7 @@ def test_tiles_change_nothing(tiny_llama, monkeypatch):
 @pytest.mark.each_value
 @pytest.mark.parametrize("attn_implementation", ["sdpa", "eager"])
 @pytest.mark.parametrize("ratios", [(0.5, 0.5), (0.9, 0.1), (1.0, 1.0)], ids=str)
-def test_shares_of_a_whole_equal_a_dense_cache(tiny_model, ratios, attn_implementation):
+def test_shares_that_sum_to_one_equal_a_dense_cache(tiny_model, ratios, attn_implementation):
     model = tiny_model("llama", attn_implementation=attn_implementation)
     for grow in (True, False):
         cache = H2OCache(model.config, heavy_ratio=ratios[0], recent_ratio=ratios[1], grow=grow)
@@ -164,7 +164,7 @@ def test_kept_tokens_follow_the_budget(tiny_llama):
     assert stats["updates_without_weights"] == stats["prompts_without_mask"] == 0
 
 
-def test_fixed_budget_stays_and_moves_nothing(tiny_llama):
+def test_fixed_budget_keeps_storage_in_place(tiny_llama):
     cache = H2OCache(heavy_ratio=0.1, recent_ratio=0.1, grow=False)
     feed(tiny_llama, cache, torch.randint(3, 128, (2, 400)))
     feed(tiny_llama, cache, torch.randint(3, 128, (2, 1)))
@@ -309,7 +309,7 @@ def test_short_sequences_can_be_read_dense(tiny_llama):
     assert cache.stats()["dense_reads"] == 4
 
 
-def test_only_full_attention_drops(tiny_model):
+def test_only_full_attention_layers_drop_tokens(tiny_model):
     model = tiny_model("gemma3-hybrid")
     cache = create_cache("h2o", model)
     feed(model, cache, torch.randint(3, 128, (2, 300)))
@@ -321,7 +321,7 @@ def test_only_full_attention_drops(tiny_model):
 
 
 @pytest.mark.parametrize("architecture", ["qwen3", "gpt2", "opt", "mistral-sliding"])
-def test_without_config_every_layer_drops(tiny_model, architecture):
+def test_without_config_every_layer_drops_tokens(tiny_model, architecture):
     model = tiny_model(architecture, **({"sliding_window": None} if architecture == "mistral-sliding" else {}))
     cache = H2OCache()
     tokens = model.generate(torch.randint(3, 128, (2, 200)), past_key_values=cache, max_new_tokens=8, do_sample=False)
@@ -337,7 +337,7 @@ def test_without_config_every_layer_drops(tiny_model, architecture):
 @pytest.mark.parametrize(
     "item", ["greedy", "sampling", "num-return-sequences", "multi-turn", "chunked-prefill", "hybrid"]
 )
-def test_contract_with_larger_shares(item, contract_models):
+def test_contract_holds_with_larger_shares(item, contract_models):
     check = next(check for check in CONTRACT if check.name == item)
     model = contract_models["hybrid" if check.on_hybrid else "llama"]
     result = run_check(check, model, partial(create_cache, "h2o", model, heavy_ratio=0.4, recent_ratio=0.4))

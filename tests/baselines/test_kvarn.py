@@ -56,7 +56,7 @@ def filled(cache: Cache, keys: torch.Tensor, values: torch.Tensor) -> Cache:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_tiles_are_those_of_the_published_steps(name: str) -> None:
+def test_tiles_equal_the_published_steps(name: str) -> None:
     states = {side: states_of(2, 3, 2 * TILE, DIM) for side in ("keys", "values")}
     cache = filled(create_cache(name), **states)
     for side, nbits in (("keys", int(name[7])), ("values", int(name[9]))):
@@ -82,7 +82,7 @@ def test_normalization_lowers_errors_of_keys_whose_tokens_differ_in_size() -> No
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_bytes_of_a_tile_are_the_published_ones(name: str) -> None:
+def test_bytes_of_a_tile_equal_the_published_ones(name: str) -> None:
     cache = filled(create_cache(name), *(states_of(2, 3, 2 * TILE, DIM) for _ in range(2)))
     codes = TILE * DIM * (int(name[7]) + int(name[9])) // 8
     scales = 2 * (2 * DIM + TILE) + 2 * (DIM + 2 * TILE)
@@ -92,7 +92,7 @@ def test_bytes_of_a_tile_are_the_published_ones(name: str) -> None:
 
 
 @torch.no_grad()
-def test_a_padded_sequence_has_the_tiles_that_it_has_alone() -> None:
+def test_padded_sequence_has_the_tiles_it_has_alone() -> None:
     """Decoded tiles, cropped or not, too."""
     states, caches, pad = states_of(2, 2, 4 * TILE, DIM), [], TILE // 2 + 7
     for rows, first in (([0, 1], 0), ([1], pad)):

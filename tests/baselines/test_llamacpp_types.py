@@ -49,7 +49,7 @@ def blocks() -> Iterator[torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", SIZES)
-def test_bytes_are_those_of_the_format(name: str) -> None:
+def test_bytes_equal_the_published_format(name: str) -> None:
     for numbers in blocks():
         data = BlockCoder(name, 32, 0).encode(numbers)
         assert data.shape == (len(numbers), SIZES[name])
@@ -66,7 +66,7 @@ def test_bytes_are_those_of_the_format(name: str) -> None:
 
 
 @pytest.mark.parametrize(("head_dim", "keys", "values"), [(64, 64, 64), (128, 128, 64), (192, 64, 64), (96, 0, 0)])
-def test_rotation_is_llamacpps(head_dim: int, keys: int, values: int) -> None:
+def test_rotation_sizes_equal_llamacpps(head_dim: int, keys: int, values: int) -> None:
     assert (rotation_of("keys", head_dim), rotation_of("values", head_dim)) == (keys, values)
     coder = BlockCoder("q8_0", head_dim, keys)
     states = torch.randn(2, 3, 4, head_dim)

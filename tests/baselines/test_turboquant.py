@@ -26,7 +26,7 @@ def through(coder: TurboQuantCoder, states: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("nbits", PUBLISHED)
-def test_distortion_is_the_published_one(nbits: int) -> None:
+def test_distortion_equals_the_published_one(nbits: int) -> None:
     """Checks vectors of few large coordinates too: the rotation makes them alike."""
     errors = []
     for power in (1, 5):
@@ -91,7 +91,7 @@ def test_rotation_is_orthogonal_and_always_the_same(dim: int) -> None:
         ({"nbits": 3, "residual": True}, 2 + 16 + 2 + 8 + 2 + 24),
     ],
 )
-def test_bytes_of_a_token(options: dict[str, int | bool], row: int) -> None:
+def test_bytes_of_a_token_equal_the_published_ones(options: dict[str, int | bool], row: int) -> None:
     cache = TurboQuantCache(**options)
     states = torch.randn(2, 3, 10, 64)
     cache.update(states, states, 0)

@@ -221,7 +221,7 @@ def test_a_cancelled_request_releases_its_blocks(smollm2, prompts, context):
         assert again.generated_tokens == alone and batch.cache.compute_free_capacity() == 1
 
 
-def test_offloaded_requests_continue_as_they_were(smollm2, prompts, context, monkeypatch):
+def test_offloaded_requests_continue_unchanged(smollm2, prompts, context, monkeypatch):
     model, offloaded = smollm2[0], []
     offload, empty = OffloadingManager._offload_to_cpu, torch.empty
 
@@ -241,7 +241,7 @@ def test_offloaded_requests_continue_as_they_were(smollm2, prompts, context, mon
         assert run(model, growing, num_blocks=1, offload_space=0.05) == alone and offloaded[1:] == [(1, 1)]
 
 
-def test_layers_of_windows_stay_dense(tiny_model, random_windows):
+def test_windowed_layers_stay_dense(tiny_model, random_windows):
     model, prompts = (
         tiny_model("gemma3-hybrid"),
         [ids[: 90 + 31 * k].tolist() for k, ids in enumerate(random_windows(3, 152))],
@@ -365,7 +365,7 @@ def expected_states(codec, keys, values, past, num_recent):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("num_recent", [0, 8])
 @torch.no_grad()
-def test_attention_is_over_the_tokens_written(num_recent, dtype, kernel, tiny_llama, monkeypatch):
+def test_attention_covers_the_tokens_written(num_recent, dtype, kernel, tiny_llama, monkeypatch):
     monkeypatch.setenv("KVCACHE_PLUGINS_KERNELS", kernel)
     codec = make_codec(tiny_llama)
     allocator, head_dim = make_allocator(codec, num_recent, dtype), codec.head_shapes[0][1]

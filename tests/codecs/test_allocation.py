@@ -15,7 +15,7 @@ def expected_distortion(energies, widths):
 
 
 @pytest.mark.parametrize("total", [0, 1, 7, 12, 24])
-def test_no_other_widths_have_less_error(total):
+def test_allocated_widths_have_the_least_error(total):
     energies = torch.tensor([[[5.0, 1.0, 0.03]]])
     widths = allocate_widths(energies, total, DISTORTIONS)
     assert int(widths.sum()) == total
@@ -35,7 +35,7 @@ def test_value_widths_differ_by_at_most_one(head_dim, total):
     assert len(widths) == num_blocks(head_dim) and sum(widths) == total and max(widths) - min(widths) <= 1
 
 
-def test_bytes_go_to_the_sides_where_they_are_worth_most():
+def test_bytes_shared_among_sides_have_the_least_error():
     energies = [torch.rand(2, 4) + 0.1, 100 * (torch.rand(2, 4) + 0.1), torch.rand(1, 3) * 1e-6 + 1e-9]
     total, least = 2 * 9 + 2 * 14 + 1 * 3, 3
     counts = share_bytes(energies, total, least, DISTORTIONS)
@@ -52,5 +52,5 @@ def test_bytes_go_to_the_sides_where_they_are_worth_most():
         assert error(counts) <= error([counts[0] + shift, counts[1] - shift, counts[2]])
 
 
-def test_all_bytes_are_given_where_there_is_room_for_all():
+def test_all_bytes_are_used_if_sides_have_room():
     assert share_bytes([torch.rand(2, 3), torch.rand(2, 5)], 2 * 8 * 8, 3, DISTORTIONS) == [24, 40]

@@ -65,7 +65,7 @@ def test_an_outlier_token_is_not_clipped():
 
 
 @pytest.mark.parametrize("total", [8, 12, 24])
-def test_components_are_those_of_the_rounded_basis(total):
+def test_components_invert_in_the_rounded_basis(total):
     """Inverts components without codes: states in the span of the kept rows come back."""
     table, weights = make_table(total, is_weighted=True), torch.randn(NUM_HEADS, 30, HEAD_DIM)
     basis, inverse = table.basis._matrices()

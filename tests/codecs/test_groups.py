@@ -62,7 +62,7 @@ def test_states_beyond_float16_are_refused(name, masked, bad):
 
 
 @pytest.mark.parametrize("nbits", SUPPORTED_NBITS)
-def test_constants_are_right_on_average(nbits):
+def test_spread_errors_of_constants_average_to_zero(nbits):
     """Spreads errors: all tokens would be rounded to the same side, which no average over them mends."""
     constant = torch.randn(2, 2, 1, 1, 64)
     states = constant.expand(-1, -1, 3, 200, -1)
@@ -88,7 +88,7 @@ def test_states_that_differ_are_rounded_to_the_nearest():
     assert torch.equal(codes[:, ::2], nearest[:, ::2]) and not torch.equal(codes[:, 1], nearest[:, 1])
 
 
-def test_padding_changes_nothing_of_constants():
+def test_padding_does_not_change_codes_of_constants():
     alone, grouping = torch.randn(1, 2, 1, 1, 32).repeat(1, 1, 1, 60, 1), Grouping("token", 32)
     padded = torch.cat([1e3 * torch.randn(1, 2, 1, 20, 32), alone], dim=3)
     keep = (torch.arange(80) >= 20)[None, None, None, :, None]
@@ -96,7 +96,7 @@ def test_padding_changes_nothing_of_constants():
     assert torch.equal(codes[:, :, :, 20:], quantize(alone, None, 3, grouping, spread_errors=True)[0])
 
 
-def test_counts_come_from_the_filtered_axis():
+def test_outlier_counts_are_shares_of_the_filtered_axis():
     # The released code takes the count of keys from the channels: 40 a side of 1000 tokens at 4096 channels, instead
     # of 10
     states = torch.randn(1, 32, 1, 1000, 128)
@@ -107,7 +107,7 @@ def test_counts_come_from_the_filtered_axis():
     assert of_values.tokens.shape == (1, 1, 3 * 2 * round(0.01 * 4096))
 
 
-def test_keys_are_the_largest_and_smallest_of_each_channel():
+def test_key_outliers_are_largest_and_smallest_of_each_channel():
     states = torch.randn(2, 2, 3, 50, 8)
     outliers, keep = select_outliers(states, None, 0.08, "key")
     indices = outliers.tokens.unflatten(2, (2, -1, 8)).transpose(1, 2)
@@ -117,7 +117,7 @@ def test_keys_are_the_largest_and_smallest_of_each_channel():
     assert torch.equal(chosen, torch.cat([ordered[:, :, :, :2], ordered[:, :, :, -2:]], dim=3))
 
 
-def test_values_are_chosen_over_all_heads():
+def test_value_outliers_are_chosen_over_all_heads():
     states = torch.zeros(1, 2, 1, 4, 50)
     states[:, 1, :, 2, 7] = 5
     states[:, 0, :, 2, 3] = -5
@@ -148,7 +148,7 @@ def test_short_sequence_of_a_padded_batch_keeps_its_own_count():
 
 @pytest.mark.parametrize("head_dim", [20, 64, 512, 600])
 @pytest.mark.parametrize("length", [1, 63, 64, 65, 200])
-def test_stored_outliers_come_back_where_they_were(head_dim, length):
+def test_stored_outliers_are_restored_in_place(head_dim, length):
     batch_size, num_heads, num_chunks = 2, 3, 2
     shape = (batch_size, num_heads, num_chunks, length, head_dim)
     dense = torch.where(torch.rand(shape) < 0.02, torch.randn(shape), 0)
@@ -172,7 +172,7 @@ def test_stored_outliers_come_back_where_they_were(head_dim, length):
         assert torch.equal(states, dense[:, :, :, tokens])
 
 
-def test_close_to_singular_value_decomposition():
+def test_power_iteration_is_near_the_best_low_rank():
     # Singular values that fall off, as a residual's do
     left, _ = torch.linalg.qr(torch.randn(4, 256, 32))
     right, _ = torch.linalg.qr(torch.randn(4, 32, 32))
@@ -184,7 +184,7 @@ def test_close_to_singular_value_decomposition():
     assert error.mean() <= 1.05 * best.mean()
 
 
-def test_zero_rows_and_other_items_change_nothing():
+def test_low_rank_ignores_zero_rows_and_other_sequences():
     matrix = torch.randn(2, 40, 16)
     padded = torch.cat([torch.zeros(2, 9, 16), matrix], dim=1)
     a, b = power_iteration(matrix, 3, 3)
@@ -195,7 +195,7 @@ def test_zero_rows_and_other_items_change_nothing():
     assert torch.allclose(alone_a @ alone_b.transpose(-1, -2), (a @ b.transpose(-1, -2))[1:], atol=1e-5)
 
 
-def test_zero_and_huge_residuals_stay_finite():
+def test_low_rank_of_zero_and_huge_residuals_is_finite():
     for matrix in (torch.zeros(1, 8, 4), torch.full((1, 8, 4), 1e15)):
         a, b = power_iteration(matrix, 2, 3)
         assert a.isfinite().all()
@@ -240,7 +240,7 @@ GROUPINGS = {
 
 @pytest.mark.parametrize("nbits", [2, 3, 4, 8])
 @pytest.mark.parametrize(("side", "backbone"), GROUPINGS)
-def test_every_part_lowers_the_error_of_every_head_and_item(side, backbone, nbits):
+def test_low_rank_and_outliers_each_lower_every_error(side, backbone, nbits):
     states = realistic_states(3, 4, 1, 256, 32)
     errors = []
     for sparsity, rank in ((0, 0), (0, 4), (0.05, 4)):
@@ -259,7 +259,7 @@ def test_outliers_are_exact(side):
 
 
 @pytest.mark.parametrize("tokens", [slice(0, 32), slice(64, 96), slice(0, 96)])
-def test_tiles_are_parts_of_the_whole(tokens):
+def test_dequantized_tiles_equal_slices_of_the_whole(tokens):
     states = realistic_states(2, 2, 1, 96, 32)
     compressed = compress(side_codec("key", "kivi", sparsity=0.1), states)
     whole = compressed.dequantize_tile(slice(0, 1), slice(0, 96))
@@ -295,7 +295,7 @@ def shapes_of(states):
 # A prompt is one chunk
 @pytest.mark.parametrize(("is_prompt", "num_chunks", "length"), [(True, 1, 96), (False, 1, 96), (False, 3, 64)])
 @pytest.mark.parametrize(("side", "backbone", "options"), LAYOUTS)
-def test_one_description_for_states_with_and_without_data_and_from_a_file(
+def test_chunks_have_equal_shapes_with_data_without_and_from_files(
     side, backbone, options, num_chunks, length, is_prompt
 ):
     codec = side_codec(side, backbone, **options)

@@ -13,7 +13,7 @@ def spread(head_dim: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("head_dim", [1, 20, 64])
-def test_components_are_uncorrelated_and_do_not_share_what_errors_cost(head_dim):
+def test_components_are_uncorrelated_and_their_errors_add_up(head_dim):
     metric, moments = spread(head_dim), spread(head_dim)
     basis, energies = karhunen_loeve(metric, moments)
     assert bool((energies[:, :-1] >= energies[:, 1:]).all())

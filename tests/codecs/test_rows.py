@@ -21,7 +21,7 @@ def in_pytorch(monkeypatch):
 
 
 @pytest.mark.parametrize("width", [1, 2, 3, 4, 5, 6])
-def test_error_of_values_is_that_of_their_width(width):
+def test_value_error_matches_the_distortion_of_its_width(width):
     values = torch.randn(1, 2, 3000, 64) * 3
     table = value_table(values, 8 * width)
     rows = encode_rows(values, table)
@@ -40,7 +40,7 @@ def test_values_do_not_shrink(total):
     assert float(gain.mean()) == pytest.approx(1, abs=0.01)
 
 
-def test_keys_have_the_error_that_the_table_expects():
+def test_key_error_matches_the_expected_distortion():
     deviations = torch.logspace(-1.5, 0.5, 64)[torch.randperm(64)]
     keys = torch.randn(1, 1, 4000, 64) * deviations + torch.randn(64)
     layout, valid = RotaryLayout((), "none", 0, 64), torch.ones(1, 4000, dtype=torch.bool)

@@ -32,7 +32,7 @@ def test_rotary_layout_is_detected(number):
     assert make_key_format(keys, valid, None, LAYOUTS, Positions(), TOTAL).rope == LAYOUTS[number]
 
 
-def test_channels_that_queries_ask_for_get_more():
+def test_channels_with_large_queries_get_more_bits():
     keys = torch.randn(1, 1, LENGTH, HEAD_DIM)
     query = torch.randn(1, 4, 50, HEAD_DIM) * 0.01
     query[..., 5], query[..., 21] = 10.0, -8.0
@@ -45,7 +45,7 @@ def test_channels_that_queries_ask_for_get_more():
     assert moments.products.shape == (1, 1, 3, HEAD_DIM)
 
 
-def test_queries_are_turned_back_by_all_positions():
+def test_query_moments_average_over_undone_positions():
     """Mean squares of channels against those of queries with the rotary embedding undone position by position."""
     query, layout, number = torch.randn(1, 2, 7, HEAD_DIM) * torch.rand(HEAD_DIM), LAYOUTS[0], 0
     keys, at = unlike_channels(), angles()
@@ -59,7 +59,7 @@ def test_queries_are_turned_back_by_all_positions():
     assert bool((in_order[..., :-1] >= in_order[..., 1:] * 0.99).all())
 
 
-def test_moments_add_up():
+def test_moments_of_parts_add_up_to_the_whole():
     query = torch.randn(2, 4, 9, HEAD_DIM)
     valid = torch.rand(2, 9) > 0.3
     whole = QueryMoments.of(query, 2, LAYOUTS, valid)

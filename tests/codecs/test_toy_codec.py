@@ -67,7 +67,7 @@ def test_a_toy_codec_keeps_the_contract(contract_models, check):
 
 
 @torch.no_grad()
-def test_its_rows_are_read_by_attention_forked_and_saved(contract_models, tmp_path):
+def test_toy_rows_are_attended_forked_and_saved(contract_models, tmp_path):
     """Beside padding, in windows and without: rows decode to the tokens that were encoded."""
     for model in contract_models.values():
         cache, ids = ToyCache(model, sliding="compressed"), torch.randint(3, 60, (2, 140))

@@ -102,7 +102,7 @@ def test_groups_show_help(path: str, run) -> None:
         assert " ".join(TREE[f"{path} {name}".strip()].help.split()).startswith(summary)
 
 
-def test_commands_that_find_something_print_json() -> None:
+def test_all_but_listed_commands_print_json() -> None:
     without = {path for path in LEAVES if "--json" not in [name for each in TREE[path].params for name in each.opts]}
     assert without == WITHOUT_JSON
 

@@ -220,7 +220,7 @@ def folder(tiny_model: Callable[..., PreTrainedModel], tmp_path_factory: pytest.
 SMALL = ["--context", "1000", "--device", "cuda", "--cache", "dynamic", "--cache", "gear-2bit", "--cache", "infinigen"]
 
 
-def test_recommend_equals_the_arithmetic(folder: str, run, read) -> None:
+def test_recommend_equals_predicted_memory(folder: str, run, read) -> None:
     options = ["recommend", "--model", folder, *SMALL, "--memory", "400kB", "--new-tokens", "2"]
     content = read(*options, "--host-memory", "1GiB", schema="recommend")
     for row in content["caches"]:
@@ -253,7 +253,7 @@ def test_recommend_marks_the_recommended_cache(folder: str, run, read) -> None:
     assert all(row["largest_batch_size"] == 0 for row in content["caches"])
 
 
-def test_recommend_says_limits_in_the_units_of_the_budget(folder: str, run, monkeypatch, read) -> None:
+def test_recommend_shows_limits_in_units_of_the_budget(folder: str, run, monkeypatch, read) -> None:
     options = ["recommend", "--model", folder, "--cache"]
     said = run(*options, "h2o", "--memory", "64GiB", "--context", "9000", "--with-weights").stdout
     assert "The model was made for 8,192 tokens: fewer than were asked for." in said
@@ -314,7 +314,7 @@ MEASURES = [
 
 
 @pytest.mark.parametrize("line", MEASURES, ids=lambda line: " ".join(line.split()[:2]))
-def test_measures_print_the_rows_they_write(line: str, tiny_folder: str, fox: str, tmp_path: Path, run) -> None:
+def test_printed_json_equals_the_written_file(line: str, tiny_folder: str, fox: str, tmp_path: Path, run) -> None:
     out = tmp_path / "new" / "result.json"
     words = [word.replace("MODEL", tiny_folder).replace("TEXT", fox) for word in line.split()]
     result = run(*words, "--json", "--out", str(out))

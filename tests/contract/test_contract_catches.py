@@ -278,7 +278,7 @@ def test_broken_caches_fail_their_checks_alone(name: str, others: bool, contract
     ],
     ids=["dynamic", "compressed", "savable"],
 )
-def test_right_caches_pass(make_cache: Callable[[PreTrainedModel], Cache], contract_model: PreTrainedModel) -> None:
+def test_correct_caches_pass(make_cache: Callable[[PreTrainedModel], Cache], contract_model: PreTrainedModel) -> None:
     results = run_contract(contract_model, partial(make_cache, contract_model), make_cache_for=make_cache)
     assert [result.name for result in results] == [check.name for check in CONTRACT]
     declined = [] if make_cache is SavableCache else ["save-load"]
@@ -335,7 +335,7 @@ def test_interrupting_ends_the_run(contract_model: PreTrainedModel) -> None:
         run_contract(contract_model, DynamicCache, checks=[check])
 
 
-def test_grid_shows_every_item_and_cache() -> None:
+def test_grid_shows_every_check_and_cache() -> None:
     results = {
         "one": [CheckResult(name="reset", status="pass"), CheckResult(name="greedy", status="fail", detail="why")],
         "two": [CheckResult(name="mine", status="pass"), CheckResult(name="reset", status="unsupported")],

@@ -138,7 +138,7 @@ def resolve(name: str) -> bool:
     return False
 
 
-def test_the_tree_of_the_docs_is_the_tree() -> None:
+def test_documented_tree_exists() -> None:
     block = (ROOT / "docs" / "layout.md").read_text(encoding="utf-8").split("```")[1].strip("\n")
     entries = list(tree_entries(block))
     assert len(entries) > 20
@@ -149,7 +149,7 @@ def test_the_tree_of_the_docs_is_the_tree() -> None:
     assert wrong == []
 
 
-def test_every_package_is_in_the_tree_of_the_docs() -> None:
+def test_every_package_is_in_the_documented_tree() -> None:
     text = (ROOT / "docs" / "layout.md").read_text(encoding="utf-8").split("```")[1]
     shown = {entry.rstrip("/") for entry, _ in tree_entries(text.strip("\n"))}
     rooms = [folder for top in (ROOT / "src" / "kvcache_plugins", ROOT / "eval") for folder in top.iterdir()]
@@ -175,7 +175,7 @@ def test_recommended_caches_are_registered() -> None:
     assert {"transform", "gear", "infinigen"} <= named & set(list_caches())
 
 
-def test_first_comparison_is_the_demo() -> None:
+def test_first_comparison_uses_the_prompt_of_the_demo() -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8").replace("\\\n\t", "")
     prompt = re.search("^DEMO_PROMPT .= (.*)", makefile, re.MULTILINE)
     (line,) = [

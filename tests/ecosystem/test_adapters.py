@@ -42,7 +42,7 @@ def test_lora_gives_what_the_merged_model_gives(tiny_model, make_cache, prompt, 
     assert cache.stats()["attend_calls"] == 14
 
 
-def test_infinigen_observes_the_model_inside(tiny_model, prompt, generate):
+def test_infinigen_hooks_the_adapted_base_model(tiny_model, prompt, generate):
     adapted = with_lora(tiny_model("llama"))
     with InfiniGenCache(adapted, full_layers=(), speculate=True) as cache:
         generate(adapted, prompt(), cache)
@@ -57,7 +57,7 @@ def test_infinigen_observes_the_model_inside(tiny_model, prompt, generate):
 
 
 @pytest.mark.skipif(PEFT_IS_OLD, reason="this release of Transformers wants PEFT 0.22 or newer")
-def test_infinigen_uses_an_adapter_that_comes_later(tiny_llama, make_cache, prompt, generate):
+def test_infinigen_uses_an_adapter_added_later(tiny_llama, make_cache, prompt, generate):
     with make_cache("infinigen", tiny_llama) as before:
         generate(tiny_llama, prompt(), before)
         torch.manual_seed(1)
@@ -67,7 +67,7 @@ def test_infinigen_uses_an_adapter_that_comes_later(tiny_llama, make_cache, prom
 
 
 @pytest.mark.skipif(PEFT_IS_OLD, reason="this release of Transformers wants PEFT 0.22 or newer")
-def test_prompt_tuning_with_an_exact_cache(tiny_model, prompt, generate):
+def test_prompt_tuning_generates_as_without_a_cache(tiny_model, prompt, generate):
     config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=6)
     adapted = peft.get_peft_model(tiny_model("llama"), config).eval()
     with pytest.warns(UserWarning, match="Position ids are not supported"):

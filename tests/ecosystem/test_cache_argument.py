@@ -15,7 +15,7 @@ PROMPT, NEW = 150, 6
 
 @pytest.mark.parametrize("name", CACHE_NAMES)
 @pytest.mark.parametrize("cache_name", ["transform", "infinigen", "h2o"])
-def test_both_names_fill_the_cache(tiny_llama: PreTrainedModel, cache_name: str, name: str) -> None:
+def test_both_argument_names_fill_the_cache(tiny_llama: PreTrainedModel, cache_name: str, name: str) -> None:
     model = tiny_llama
     if name not in ("past_key_values", *inspect.signature(model.forward).parameters):
         pytest.skip("this release of Transformers has the older name alone")
@@ -33,7 +33,7 @@ def test_both_names_fill_the_cache(tiny_llama: PreTrainedModel, cache_name: str,
     torch.testing.assert_close(generated.sequences, expected.sequences)
 
 
-def test_only_the_argument_name_of_the_function_is_used(tiny_llama: PreTrainedModel) -> None:
+def test_cache_is_passed_by_the_name_in_the_signature(tiny_llama: PreTrainedModel) -> None:
     cache = Cache(layers=[])
 
     def older(input_ids: torch.Tensor, past_key_values: Cache | None = None) -> None:

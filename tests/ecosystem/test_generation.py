@@ -24,7 +24,7 @@ def test_inputs_embeds_generate_the_same_tokens(cache_name, tiny_llama, make_cac
     assert torch.equal(tokens, expected)
 
 
-def test_the_assistant_has_a_cache_of_its_own(cache_name, tiny_model, make_cache, prompt, generate):
+def test_assistant_has_its_own_cache(cache_name, tiny_model, make_cache, prompt, generate):
     model, assistant = tiny_model("llama"), tiny_model("llama", num_hidden_layers=1 + (cache_name == "infinigen"))
     with torch.no_grad():
         assistant.lm_head.weight += 0.02 * torch.randn(assistant.lm_head.weight.shape)
@@ -80,7 +80,7 @@ def test_an_assistant_is_refused_states_with_evicted_tokens(gemma4, prompt, gene
         generate(model, prompt(200), create_cache("h2o", model), assistant_model=assistant, max_new_tokens=20)
 
 
-def test_another_batch_is_refused_and_nothing_lost(cache_name, tiny_llama, make_cache, prompt):
+def test_another_batch_is_refused_without_losing_tokens(cache_name, tiny_llama, make_cache, prompt):
     cache, untouched = (make_cache(cache_name, tiny_llama) for _ in range(2))
     with torch.no_grad():
         for each in (cache, untouched):

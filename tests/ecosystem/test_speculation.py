@@ -38,7 +38,7 @@ def count_forwards(model, run):
 
 @pytest.mark.filterwarnings("ignore:the whole cache is fetched")
 @pytest.mark.parametrize("name", EXACT)
-def test_prompt_lookup_accepts_and_rejects(name, smollm2, generate):
+def test_prompt_lookup_generates_the_same_tokens(name, smollm2, generate):
     model, tokenizer = smollm2
     text = "One apple, two pears, three plums, four figs. One apple, two pears, three nuts, four figs. " * 3
     ids = tokenizer(text + "One apple, two", return_tensors="pt").input_ids
@@ -92,7 +92,7 @@ def test_multi_token_prediction_generates_the_same_tokens(name, drafting, genera
 
 @pytest.mark.filterwarnings("ignore:the whole cache is fetched")
 @pytest.mark.parametrize("name", EXACT)
-def test_blocks_that_a_drafter_makes_of_hidden_states(name, drafting, generate):
+def test_dflash_drafts_generate_the_same_tokens(name, drafting, generate):
     """DFlash: a drafter reads the model's hidden states and fills a block of tokens in one forward."""
     if not hasattr(transformers, "MuseGlimmerAssistantModel"):
         pytest.skip("this release of Transformers has no DFlash")
@@ -163,7 +163,7 @@ def deferred(monkeypatch):
     ],
     ids=str,
 )
-def test_a_deferred_stop_leaves_the_cache_as_a_plain_run_does(
+def test_deferred_stop_leaves_the_cache_of_a_plain_run(
     architecture, name, options, lengths, tiny_model, deferred, prompt, generate
 ):
     model = tiny_model(architecture)

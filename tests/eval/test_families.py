@@ -165,7 +165,7 @@ def reference() -> Reference:
 
 
 @pytest.mark.parametrize("status", VERDICTS)
-def test_caches_get_the_right_verdict(status: str, reference: Reference) -> None:
+def test_verdicts_match_the_caches(status: str, reference: Reference) -> None:
     outcome = try_cache(reference, Case(Form(VERDICTS[status])))
     assert outcome.status == status, outcome.detail
 
@@ -292,7 +292,7 @@ def test_presets_work_with_pictures_and_sounds(family: str) -> None:
     assert set(words.values()) == {("works", "")}, words
 
 
-def test_a_picture_changes_what_is_said() -> None:
+def test_a_picture_follows_from_the_token_before_it() -> None:
     model = build_family("llava", has_media=True)
     tokens = prompt(model, 80, 1)
     runs = []
@@ -307,7 +307,7 @@ def test_a_picture_changes_what_is_said() -> None:
 
 @pytest.mark.long
 @pytest.mark.slow
-def test_all_families_with_pictures_and_sounds() -> None:
+def test_presets_work_on_most_families_with_media() -> None:
     families = survey.media_family_names()
     found = try_families(families, own_cases(has_media=True), has_media=True)
     results = [result for result in found if not result.dense]

@@ -58,7 +58,7 @@ def test_states_are_repeated_for_longer_contexts(context, tiny_llama):
 
 
 @pytest.mark.parametrize("count", [6, 10, 40, 72, 100])
-def test_interval_of_a_median_holds_it_with_95_percent(count: int) -> None:
+def test_interval_covers_the_median_with_95_percent(count: int) -> None:
     first, last = median_interval([float(number) for number in range(count)])
     # Number of samples below the median: binomial
     outside = sum(math.comb(count, below) for below in range(count + 1) if not first < below <= last)

@@ -43,7 +43,7 @@ def test_a_renamed_cache_is_found() -> None:
     assert not list(losses(frozen, {"bytes": {"new": {"5": 100}}}))
 
 
-def test_bytes_are_as_frozen() -> None:
+def test_bytes_do_not_exceed_the_frozen_ones() -> None:
     names = ("transform", "gear-4bit", "calibrated-16", "transform-30", "infinigen", "llamacpp-q4_0")
     frozen = {name: FROZEN["bytes"][name] for name in names}
     assert not list(losses({"renamed": {}, "bytes": frozen}, {"bytes": measure_bytes(frozen)}))

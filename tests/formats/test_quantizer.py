@@ -25,17 +25,17 @@ def squared_error(levels: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-def test_distortions_are_those_of_the_points(width):
+def test_tabulated_distortions_equal_those_of_the_levels(width):
     assert squared_error(levels_at(width)) == pytest.approx(DISTORTIONS[width], rel=1e-3)
 
 
 @pytest.mark.parametrize("width", LLOYD_MAX)
-def test_points_are_within_two_percent_of_lloyd_max(width):
+def test_levels_are_within_two_percent_of_lloyd_max(width):
     assert squared_error(levels_at(width)) < 1.021 * LLOYD_MAX[width]
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-def test_thresholds_lead_to_the_nearest_point(width):
+def test_bounds_choose_the_nearest_level(width):
     values = torch.randn(2000) * 1.5
     codes = torch.searchsorted(level_tables(torch.device("cpu")).bounds[width], values)
     nearest = (values[:, None] - levels_at(width)).abs().argmin(dim=1)
@@ -47,7 +47,7 @@ def test_each_further_bit_reduces_the_error_less():
     assert bool((gains.diff() < 0).all())
 
 
-def test_a_block_is_its_codes_lowest_bits_first():
+def test_codes_are_packed_lowest_bits_first():
     widths = torch.tensor([[[3, 1]]], dtype=torch.uint8)
     codes = torch.tensor([[7, 0, 0, 0, 0, 0, 0, 1], [1, 0, 0, 0, 0, 0, 0, 1]])[None, None, None]
     rows = pack_rows(codes, torch.zeros(1, 1, 1, 1, dtype=torch.uint8), widths, 5)

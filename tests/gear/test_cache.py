@@ -65,7 +65,7 @@ def test_memory_is_the_sum_of_all_reachable_tensors(tiny_llama, name):
     assert report.kv_percent == pytest.approx(100 * report.total_bytes / (2 * expected))
 
 
-def test_switches_change_the_bytes_and_the_logits(tiny_llama):
+def test_presets_differ_in_bytes_and_logits(tiny_llama):
     """A method whose parts make no difference was the commonest complaint about the released code."""
     input_ids = prompt(tiny_llama, length=256)
     logits, sizes = {}, {}
@@ -107,7 +107,7 @@ def test_nothing_is_made_dense_under_sdpa(tiny_model, architecture, padded):
     assert torch.allclose(logits, decode_logits(model, dense, *given), atol=0.02 * logits.std().item())
 
 
-def test_eager_attention_takes_padding(tiny_model):
+def test_eager_attention_equals_sdpa_with_padding(tiny_model):
     model = tiny_model("llama", attn_implementation="eager")
     input_ids = prompt(model)
     mask = torch.ones_like(input_ids)
@@ -130,7 +130,7 @@ CHANGED = [
 ]
 
 
-def test_class_and_preset_are_the_paper(tiny_llama):
+def test_class_and_preset_have_the_papers_options(tiny_llama):
     """4-bit KCVT, rank 4 for the prompt and 2 for decoded chunks, 2 % outliers, a buffer of 64."""
     paper = GEARConfig(
         key_nbits=4, value_nbits=4, backbone=None, residual_length=64, sparsity=0.02, rank=4, decode_rank=2
@@ -149,7 +149,7 @@ def test_backbone_low_rank_and_outliers_are_stored(tiny_llama, make):
     assert all(parts[part] > 0 for part in ("codes", "scales", "low_rank", "outliers"))
 
 
-def test_number_of_options_stays():
+def test_class_has_at_most_15_options():
     assert len(inspect.signature(GEARCache).parameters) <= 15
 
 

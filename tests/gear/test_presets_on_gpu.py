@@ -39,12 +39,12 @@ def make_calibration():
     return calibrate_transform(make_model(), [random_tokens(make_model(), 512)[0]], num_draws=1)
 
 
-def test_all_presets_are_known():
+def test_presets_are_listed():
     assert len(PRESETS) > 9 and {*INTERPRETED} <= {*PRESETS}
 
 
 @pytest.mark.parametrize("name", PRESETS if ON_GPU else INTERPRETED)
-def test_attention_is_that_of_pytorch(name, monkeypatch):
+def test_attention_of_presets_equals_pytorch(name, monkeypatch):
     monkeypatch.setenv("KVCACHE_PLUGINS_KERNELS", "triton")
     model = make_model()
     cache = create_cache(name, model, **({"calibration": make_calibration()} if name.startswith("calibrated") else {}))

@@ -59,7 +59,7 @@ def test_predicted_queries_select_what_true_ones_select(name: str) -> None:
 
 
 @pytest.mark.parametrize("rule", [{"min_weight": 1.0}, {"alpha": 3.0}, TENTH], ids=str)
-def test_rules_fetch_few_tokens_and_stay_near(llama: PreTrainedModel, rule: dict[str, float]) -> None:
+def test_rules_fetch_few_tokens_near_dense_logits(llama: PreTrainedModel, rule: dict[str, float]) -> None:
     prompt, steps = tokens(400), tokens(10, seed=1)
     expected = decode_logits(llama, DynamicCache(config=llama.config), prompt, steps)
     errors = {}
@@ -257,7 +257,7 @@ def test_a_cache_whose_model_is_gone_is_refused(tiny_model, architecture: str) -
 @pytest.mark.each_value
 @pytest.mark.parametrize("pool_tokens", [None, 150])
 @pytest.mark.parametrize("architecture", ["llama", "llama-mha", "llama-mqa", "gemma3-hybrid"])
-def test_everything_fetched_is_attention_over_all_codes(architecture, pool_tokens, tiny_model) -> None:
+def test_fetching_everything_equals_attention_over_all_codes(architecture, pool_tokens, tiny_model) -> None:
     """Single tokens, which choose, against the same tokens at once, which attend to everything page by page."""
     model = tiny_model(architecture)
     prompt, steps = tokens(330, 2), tokens(9, 2, seed=1)
@@ -271,7 +271,7 @@ def test_everything_fetched_is_attention_over_all_codes(architecture, pool_token
     assert_same(chosen[:, 1:], expected, 2e-3)
 
 
-def test_eight_bits_are_nearly_dense(tiny_model) -> None:
+def test_logits_with_eight_bits_are_nearly_dense(tiny_model) -> None:
     model, prompt, steps = tiny_model("llama"), tokens(330, 2), tokens(80, 2, seed=1)
     expected = decode_logits(model, DynamicCache(config=model.config), prompt, steps)
     errors = []
@@ -283,7 +283,7 @@ def test_eight_bits_are_nearly_dense(tiny_model) -> None:
     assert cache.layers[0].pool.num_slots == 330 - 32 + 64
 
 
-def test_bytes_are_a_fraction_of_infinigens(tiny_model) -> None:
+def test_coded_rows_fetch_a_fraction_of_dense_bytes(tiny_model) -> None:
     model, prompt, steps = tiny_model("llama"), tokens(900), tokens(4, seed=1)
     options = {**TENTH, "full_layers": ()}
     caches = [InfiniGenCache(model, **options), InfiniGenTransformCache(model, **options)]

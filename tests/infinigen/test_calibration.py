@@ -123,7 +123,7 @@ def test_forged_files_are_refused(model: PreTrainedModel, path: Path, message: s
         Calibration.load(path, model)
 
 
-def test_other_files_are_refused(model: PreTrainedModel, tmp_path) -> None:
+def test_damaged_and_foreign_files_are_refused(model: PreTrainedModel, tmp_path) -> None:
     damaged, other = tmp_path / "damaged", tmp_path / "other"
     damaged.write_bytes(b"no safetensors")
     save_file({"weight": torch.zeros(2)}, str(other))

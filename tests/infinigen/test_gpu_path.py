@@ -279,7 +279,7 @@ def test_transfers_run_after_the_selection_and_before_attention(cuda, transfers)
 
 
 @pytest.mark.parametrize("is_read", [False, True])
-def test_memory_of_rows_belongs_to_the_computing_stream(cuda, transfers, is_read):
+def test_memory_of_rows_is_recorded_on_the_computing_stream(cuda, transfers, is_read):
     """The next user of the memory comes after the transfer, and before the next one."""
     pool, other = make_pool(), cuda.Stream()
     staged = start(pool, make_selection(pool, 4))

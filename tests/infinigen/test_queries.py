@@ -246,7 +246,7 @@ def test_single_queries_by_kernels_are_those_of_attention(family, rotates, offse
         ("gpt2", [False, False, False]),
     ],
 )
-def test_rotary_layers_are_those_that_change_with_the_position(family, expected, capture):
+def test_has_rotary_is_true_if_queries_depend_on_position(family, expected, capture):
     model = build(*FAMILIES[family])
     captured, made = capture(model), projections(model)
     assert [projection.has_rotary for projection in made.values()] == expected
@@ -308,7 +308,7 @@ CHANGES = {
 @pytest.mark.each_value
 @pytest.mark.parametrize("family", ["llama", *FUSED])
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_changed_projections_are_called(family, change, capture):
+def test_modified_projections_compute_the_queries(family, change, capture):
     model = build(*FAMILIES[family])
     ids = torch.arange(3, 20)[None]
     made, before = projections(model), capture(model, ids)

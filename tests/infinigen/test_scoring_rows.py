@@ -88,7 +88,7 @@ def test_kernel_attention_equals_pytorch(name: str, dtype: torch.dtype, masking:
 
 
 @pytest.mark.parametrize("num_threads", [2], indirect=True)
-def test_threads_do_not_change_a_bit(num_threads: int, monkeypatch) -> None:
+def test_attention_is_bitwise_equal_for_any_threads(num_threads: int, monkeypatch) -> None:
     monkeypatch.setenv("KVCACHE_PLUGINS_KERNELS", "compiled")
     layer, outputs = filled(make_layer(), (32, 32)), []
     for count in (1, num_threads):
@@ -119,7 +119,7 @@ def test_first_tokens_are_exact_and_do_not_enter_the_fit(padding: list[int] | No
             assert 0 < (stored[item][others] - own[others]).abs().max() < 0.9
 
 
-def test_a_sequence_is_the_same_alone_and_padded() -> None:
+def test_padded_sequence_equals_itself_alone() -> None:
     keys, values = states(1, 2, 300, 32), states(1, 2, 300, 32, seed=1)
     alone, padded = make_layer(), make_layer()
     alone.load_prompt(keys, values, None)

@@ -48,12 +48,12 @@ def check(case, parts, engine, dtype=torch.float32, factor=1.0):
 
 
 @pytest.mark.parametrize("form", ["tables", "basis"])
-def test_rows(row_case, form, engine):
+def test_attention_over_rows_equals_float64(row_case, form, engine):
     check(row_case, [row_part(row_case, form), dense_part(row_case, 3)], engine, factor=2)
 
 
 @pytest.mark.parametrize("corrections", CORRECTIONS.values(), ids=CORRECTIONS)
-def test_groups(group_case, corrections, engine):
+def test_attention_over_groups_equals_float64(group_case, corrections, engine):
     # The average of many values is close to nothing
     factor = 4 if group_case.length > 1000 else 1
     check(group_case, [group_part(group_case, **corrections), dense_part(group_case, 3)], engine, factor=factor)
@@ -62,26 +62,26 @@ def test_groups(group_case, corrections, engine):
 @pytest.mark.cases("smollm2", "odd-dims", "large")
 @pytest.mark.parametrize("length", [1, 8, 130])
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-def test_exact_tokens(row_case, length, dtype, engine):
+def test_attention_over_exact_tokens_equals_float64(row_case, length, dtype, engine):
     check(row_case, [dense_part(row_case, length, dtype)], engine, dtype)
 
 
 @pytest.mark.cases("wide")
 @pytest.mark.parametrize("layout", ["interleaved", "none"])
 @pytest.mark.parametrize("form", ["tables", "basis"])
-def test_layouts_of_rotary_embeddings(row_case, form, layout, engine):
+def test_every_rotary_layout_equals_float64(row_case, form, layout, engine):
     check(row_case, [row_part(row_case, form, layout=layout)], engine)
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.cases("wide", "k4v3", "odd-groups")
-def test_queries_of_other_dtypes(case, dtype, engine):
+def test_half_precision_queries_equal_float64(case, dtype, engine):
     check(case, [any_part(case)], engine, dtype)
 
 
 @pytest.mark.parametrize("kind", ["padding", "each head", "heads alike", "items alike", "added", "fewer columns"])
 @pytest.mark.cases("wide", "k4v3", "odd-groups")
-def test_masks(case, kind, engine):
+def test_masked_attention_equals_float64(case, kind, engine):
     mask = make_mask(kind, case, case.length)
     if isinstance(case, Groups):
         check(case, [any_part(case, mask), dense_part(case, 2)], engine)
@@ -115,14 +115,14 @@ def test_capacity_behind_the_rows_in_use_is_not_read(row_case, form, engine):
 
 
 @pytest.mark.cases("long")
-def test_threads_share_a_sequence(row_case, group_case, num_threads):
+def test_threads_that_share_a_sequence_equal_float64(row_case, group_case, num_threads):
     check(row_case, [row_part(row_case)], "compiled", factor=4)
     parts = [group_part(group_case, rank=2, sparsity=0.02, is_rotated=True), dense_part(group_case, 5)]
     check(group_case, parts, "compiled", factor=4)
 
 
 @pytest.mark.cases("long")
-def test_threads_share_a_sequence_of_low_scores(row_case, num_threads):
+def test_threads_merge_scores_below_float32_exponents(row_case, num_threads):
     """Exponentials of all scores are 0 in float32."""
     query, part = make_query(row_case), dense_part(row_case, row_case.length)
     query[..., 0] = 40
@@ -172,7 +172,7 @@ class TestForged:
 
     @pytest.mark.parametrize("widths", [8, 9, 255])
     @pytest.mark.cases("wide")
-    def test_tables(self, row_case, level, widths):
+    def test_forged_row_formats_stay_in_bounds(self, row_case, level, widths):
         part = row_part(row_case)
         keys, values = (
             dataclasses.replace(table, widths=torch.full_like(table.widths, widths)) for table in part.formats
@@ -183,7 +183,7 @@ class TestForged:
 
     @pytest.mark.parametrize("offsets", [[2**31 - 1, -(2**31)], [-(2**31), 2**31 - 1], None])
     @pytest.mark.cases("k4v3")
-    def test_outliers(self, group_case, level, offsets):
+    def test_forged_outliers_stay_in_bounds(self, group_case, level, offsets):
         part, forged = group_part(group_case, sparsity=0.05), {}
         for name in ("keys", "values"):
             side = getattr(part, name)
@@ -198,7 +198,7 @@ class TestForged:
 
 class TestRefused:
     @pytest.mark.cases("wide")
-    def test_rows_and_tables_of_other_sizes(self, row_case):
+    def test_rows_and_formats_of_wrong_sizes_are_refused(self, row_case):
         part, query = row_part(row_case), make_query(row_case)
         table, values = part.formats
         few, few_values = (dataclasses.replace(each, widths=each.widths[:, :, :1]) for each in (table, values))
@@ -231,7 +231,7 @@ class TestRefused:
         ],
     )
     @pytest.mark.cases("k4v3")
-    def test_tensors_of_groups(self, group_case, name, change):
+    def test_group_tensors_of_wrong_shapes_are_refused(self, group_case, name, change):
         part = group_part(group_case, rank=2, sparsity=0.05)
         for side in ("keys", "values"):
             states = getattr(part, side)
@@ -241,7 +241,7 @@ class TestRefused:
                 attend(make_query(group_case), [wrong], 2, kernel="compiled")
 
     @pytest.mark.cases("k4v3")
-    def test_groups_of_other_sizes_and_kinds(self, group_case):
+    def test_groups_of_wrong_lengths_and_kinds_are_refused(self, group_case):
         part, query = group_part(group_case, is_rotated=True), make_query(group_case)
         with pytest.raises(ValueError, match="193 tokens of 1 chunks of 192"):
             PreparedCall(query, [dataclasses.replace(part, length=193)], 2, 0.1)
@@ -253,7 +253,7 @@ class TestRefused:
 
 
 @pytest.mark.cases("widest")
-def test_sizes_at_the_edge(group_case, level):
+def test_sizes_at_the_limits_of_c_equal_float64(group_case, level):
     """Wide indices of outliers, ranks beyond a block of factors, and heads too large for C, which PyTorch takes."""
     part = group_part(group_case, sparsity=0.02)
     assert part.keys.outlier_indices.dtype == index_dtype(640) == torch.int32
@@ -284,7 +284,7 @@ class TestOnlineAttention:
     @pytest.mark.parametrize("num_queries", [1, 16, 17])
     @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
     @pytest.mark.parametrize("kind", ["none", "bool", "additive", "per-head", "causal", "2d"])
-    def test_equals_attention_over_the_whole(self, heads, num_queries, dtype, kind):
+    def test_tiles_equal_attention_over_the_whole(self, heads, num_queries, dtype, kind):
         query = torch.randn(2, heads[0], num_queries, 24).to(dtype)
         keys, values = (torch.randn(2, heads[1], 200, 24).to(dtype) for _ in range(2))
         allowed = torch.rand(2, heads[0] if kind == "per-head" else 1, num_queries, 200) > 0.3
@@ -308,7 +308,7 @@ class TestOnlineAttention:
 
     @pytest.mark.parametrize("num_queries", [1, 17])
     @pytest.mark.parametrize("is_masked", [False, True], ids=["", "masked"])
-    def test_strided_channels(self, num_queries, is_masked):
+    def test_strided_channels_equal_contiguous_ones(self, num_queries, is_masked):
         """Keys and values of a convolution are `[B, H, D, T]`."""
         query = torch.randn(2, 6, num_queries, 24)
         keys, values = torch.randn(2, 2, 24, 50).mT, torch.randn(2, 2, 24, 50).mT
@@ -349,7 +349,7 @@ class TestOnlineAttention:
 
 class TestMasks:
     @pytest.mark.parametrize("additive", [False, True])
-    def test_padding_is_learned(self, additive):
+    def test_leading_padding_is_read_from_masks(self, additive):
         padding = torch.tensor([0, 3, 6])
         allowed = (torch.arange(8) >= padding[:, None])[:, None, None] & torch.ones(8, 8, dtype=torch.bool).tril()
         mask = torch.where(allowed, 0.0, torch.finfo(torch.float32).min) if additive else allowed
@@ -363,7 +363,7 @@ class TestMasks:
         distance = torch.arange(8)[:, None] - torch.arange(8)
         assert leading_padding(((distance >= 0) & (distance < 3))[None, None], 0, None, 1) is None
 
-    def test_columns_are_gathered_and_narrowed(self):
+    def test_mask_columns_are_gathered_by_position(self):
         mask, positions = torch.rand(2, 1, 3, 10) > 0.5, torch.tensor([[0, 1], [4, 12]])
         gathered = mask_columns(mask, positions, 2, 10)
         assert torch.equal(gathered[1], mask[1][..., [4, 9]])

@@ -26,7 +26,7 @@ def _forget(monkeypatch):
     ("asked", "num_queries", "expected"),
     [(None, 1, "compiled"), (None, 17, "torch"), ("torch", 1, "torch"), ("compiled", 1, "compiled")],
 )
-def test_cpus_choose_the_kernel_of_the_setting(monkeypatch, asked, num_queries, expected):
+def test_cpu_kernel_follows_the_setting(monkeypatch, asked, num_queries, expected):
     if asked is not None:
         monkeypatch.setenv("KVCACHE_PLUGINS_KERNELS", asked)
     assert engine.choose_kernel(torch.randn(1, 1, num_queries, 8)) == (expected, False)
@@ -57,7 +57,7 @@ def test_an_older_triton_is_not_used(monkeypatch):
 
 
 @pytest.mark.parametrize("kernel", ["auto", "compiled", "torch"])
-def test_cpus_copy_in_plain_pytorch(kernel, monkeypatch):
+def test_cpu_copies_use_plain_pytorch(kernel, monkeypatch):
     monkeypatch.setenv("KVCACHE_PLUGINS_KERNELS", kernel)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

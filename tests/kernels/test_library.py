@@ -147,7 +147,7 @@ class TestThreads:
 
 @needs_library
 @pytest.mark.skipif(sys.platform != "linux", reason="OpenMP of that kind is Linux's")
-def test_threads_are_pytorchs():
+def test_kernels_run_on_the_threads_of_pytorch():
     assert library.find_threads() is not library._run_on_python_threads
 
 

@@ -86,7 +86,7 @@ class TestTopK:
         assert torch.equal(values, numbers.sort(dim=2, descending=True).values)
         assert torch.equal(numbers.gather(2, indices), values)
 
-    def test_topk_finds_the_smallest_numbers_too(self, engine):
+    def test_topk_respects_the_least_value(self, engine):
         numbers, least = torch.randn(2, 3, 200), torch.tensor([-5.0, 1.0])[:, None, None]
         values, indices = topk(numbers, 60, least)
         expected = numbers.topk(60, dim=2)
@@ -239,13 +239,13 @@ class TestExactRows:
         positions[torch.arange(130).expand_as(positions) >= arguments[3][..., None]] = -1
         check(arguments, engine, mask=mask, positions=positions, tail_start=250)
 
-    def test_nothing_to_attend_to_is_zero(self, engine):
+    def test_fully_masked_sequence_returns_zeros(self, engine):
         mask = torch.ones(2, 97, dtype=torch.bool)
         mask[1] = False
         output = attend(*random_step(Chosen()), engine, mask=mask, tail_start=90)
         assert output[0].isfinite().all() and (output[0] != 0).any() and (output[1] == 0).all()
 
-    def test_filling_is_ignored(self, engine):
+    def test_slots_behind_the_count_are_ignored(self, engine):
         outputs, arguments = [], random_step(Chosen(), counts=[[0, 40], [1, 2]])
         filling = torch.arange(arguments[2].shape[2]) >= arguments[3][..., None]
         for place in (0, 5):
@@ -254,7 +254,7 @@ class TestExactRows:
             arguments[1] = [page.nan_to_num(torch.inf) for page in arguments[1]]
         assert torch.equal(*outputs)
 
-    def test_sequences_alone_and_any_strides(self, engine, num_threads):
+    def test_attention_ignores_other_sequences_and_strides(self, engine, num_threads):
         query, pages, slots, count, keys, values, scale = arguments = random_step(CHOSEN["different keys and values"])
         together = attend(*arguments, engine)
         for item in range(2):

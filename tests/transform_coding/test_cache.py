@@ -26,7 +26,7 @@ def test_class_and_preset_are_the_same(tiny_llama):
     assert all(cache.cache_config == expected and cache.calibration is None for cache in caches)
 
 
-def test_number_of_options_stays():
+def test_class_has_a_bounded_number_of_options():
     assert len(inspect.signature(TransformCodingCache).parameters) == 12
 
 

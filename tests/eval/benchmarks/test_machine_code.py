@@ -21,7 +21,7 @@ CASES = {
 @pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
-def test_counts_are_those_that_are_committed(case, tmp_path, run_compiling):
+def test_counts_equal_the_committed_ones(case, tmp_path, run_compiling):
     options = [*CASES[case], "--out", str(tmp_path / "counts.json")]
     run_compiling(*options, program=("-m", "kvcache_plugins.cli", "bench", "machine-code"))
     counted, committed = rows_of(tmp_path / "counts.json"), rows_of(COMMITTED)
@@ -57,7 +57,7 @@ LISTING = """
 """
 
 
-def test_the_loop_over_tiles_lies_within_that_over_chunks():
+def test_tile_loop_lies_within_the_chunk_loop():
     listing = Listing(LISTING)
     loop = listing.tile_loop()
     assert loop == (2, 7)
@@ -73,7 +73,7 @@ def test_the_loop_over_tiles_lies_within_that_over_chunks():
     assert counts == {"global memory": 1, "tensor core": 1, "byte permutation": 1, "control": 1}
 
 
-def test_the_shortest_loop_with_products_is_that_over_whole_tiles():
+def test_shortest_loop_with_products_is_over_whole_tiles():
     rest = """
 .L_x_6:
         /*00b0*/                   HMMA.16816.F32 R4, R8, R12, R4 ;

@@ -18,7 +18,7 @@ def test_every_case_has_a_row(rows_of):
 
 
 @torch.no_grad()
-def test_layers_are_as_before(tiny_llama):
+def test_timing_restores_methods_of_layers(tiny_llama):
     cache = create_cache("gear-2bit", tiny_llama)
     with coding_seconds(cache) as seconds:
         read_prompt(tiny_llama, cache, torch.zeros(1, 70, dtype=torch.long), 70)

@@ -17,7 +17,7 @@ def test_every_cache_holds_the_context(rows_of, options, context):
     assert rows[0]["relative_error"] == 0 < rows[1]["relative_error"] < 1
 
 
-def test_a_grid_has_a_row_for_every_place(monkeypatch, read):
+def test_grid_has_a_row_for_every_combination(monkeypatch, read):
     small = partial(step.make_shape, num_heads=1, groups=3, num_layers=1)
     monkeypatch.setitem(step.SHAPES, "gqa-3", small)
     options = "--shape gqa-3 --cache gear-k4v3 --batch-size 1 --batch-size 2 --context 1 --context 64 --steps 3"

@@ -61,7 +61,7 @@ def test_impossible_tasks_are_refused(task: str, length: int, complaint: str) ->
         make_sample(task, len, length, 20)
 
 
-def test_states_follow_from_swaps_and_examples_are_not_asked_for() -> None:
+def test_swapped_states_are_right_and_examples_are_not_asked() -> None:
     sample = make_sample("states", len, 2000, 900, 0.0)
     cups = {0: sample.context.splitlines()[0].removeprefix("Five cups in a row hold: ").split()}
     for step, one, other in re.findall(r"(\d+)\. swap (\d) and (\d)", sample.context):

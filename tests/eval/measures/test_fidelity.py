@@ -75,7 +75,7 @@ def test_dense_against_itself_is_exact(tiny_llama, tiny_model, windows):
     assert result.memory_at_end.num_values == 2 * 2 * 2 * 32 * (PREFIX + SCORED)
 
 
-def test_perplexity_is_that_of_one_plain_forward(tiny_llama: PreTrainedModel, windows: list[torch.Tensor]) -> None:
+def test_perplexity_equals_one_plain_forward(tiny_llama: PreTrainedModel, windows: list[torch.Tensor]) -> None:
     result = measure_fidelity(tiny_llama, windows, {"dense": DynamicCache}, prefix_length=PREFIX)["dense"]
     nll = 0.0
     for window in windows:
@@ -85,7 +85,7 @@ def test_perplexity_is_that_of_one_plain_forward(tiny_llama: PreTrainedModel, wi
     assert result.ppl == pytest.approx(math.exp(nll / (2 * SCORED)), rel=1e-5)
 
 
-def test_more_noise_is_worse(tiny_llama: PreTrainedModel, windows: list[torch.Tensor]) -> None:
+def test_more_noise_has_larger_kl(tiny_llama: PreTrainedModel, windows: list[torch.Tensor]) -> None:
     factories = {f"{noise}": lambda noise=noise: noisy_cache(noise) for noise in (0.0, 0.02, 0.5)}
     results = measure_fidelity(tiny_llama, windows, factories, prefix_length=PREFIX)
     assert results["0.0"].kl == 0
@@ -97,7 +97,7 @@ def test_more_noise_is_worse(tiny_llama: PreTrainedModel, windows: list[torch.Te
     assert 0 < results["0.5"].kl_median < results["0.5"].kl < results["0.5"].kl_p999
 
 
-def test_trend_is_of_positions_over_all_windows() -> None:
+def test_kl_trend_covers_positions_of_all_windows() -> None:
     kls = [(1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0), (3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0, 10.0)]
     windows = [
         WindowScore(num_scored=8, nll=0, dense_nll=0, kl=sum(each), num_agreeing=0, position_kl=each) for each in kls
@@ -236,7 +236,7 @@ def draw(length: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 64, 1000])
-def test_perplexity_of_the_dense_cache_is_that_of_one_forward(tiny_llama: PreTrainedModel, chunk: int) -> None:
+def test_perplexity_of_the_dense_cache_equals_one_forward(tiny_llama: PreTrainedModel, chunk: int) -> None:
     windows = [draw(91), draw(181)[90:]]
     factory = partial(DynamicCache, config=tiny_llama.config)
     (row,) = measure_perplexity(tiny_llama, windows, {"dense": factory}, chunk=chunk, stretch=40)

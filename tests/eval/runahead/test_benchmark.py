@@ -93,7 +93,7 @@ def has_ended(process: int) -> bool:
     return "State:\tZ" in status
 
 
-def test_a_rank_that_dies_is_named_and_none_is_left(saved_with_tokenizer, wait_until) -> None:
+def test_dead_rank_is_named_and_no_process_remains(saved_with_tokenizer, wait_until) -> None:
     with pytest.raises(ChildProcessError, match="rank 1 has ended without an answer, with exit code -9"):  # noqa: SIM117
         with Ranks(saved_with_tokenizer("llama"), 2) as ranks:
             processes = [process.pid for process in ranks._processes]
@@ -132,7 +132,7 @@ def random_tokens(length: int) -> list[int]:
 
 
 @pytest.mark.parametrize(("architecture", "size"), [("llama", 3), ("gemma3-hybrid", 2)])
-def test_same_logits_and_the_papers_counts(saved_with_tokenizer, architecture, size):
+def test_ranks_have_equal_logits_and_the_papers_counts(saved_with_tokenizer, architecture, size):
     with Ranks(saved_with_tokenizer(architecture), size) as ranks:
         for length in (130, 9):
             ranks.call(prefill, random_tokens(length), ONE_RANK)

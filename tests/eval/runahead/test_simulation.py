@@ -51,14 +51,14 @@ def chain_by_hand(lengths: list[int], cost: CostModel, link: Link, bytes_per_tok
 
 @settings(max_examples=60, deadline=None)
 @given(lengths=PARTITIONS, num_layers=st.integers(1, 9), link=LINKS)
-def test_waves_are_the_chain(lengths: list[int], num_layers: int, link: Link) -> None:
+def test_predicted_ttft_equals_the_chain_by_hand(lengths: list[int], num_layers: int, link: Link) -> None:
     expected = chain_by_hand(lengths, COST, link, 1000, num_layers)
     assert predict_ttft(lengths, COST, link, 1000, num_layers) == pytest.approx(expected)
     many = np.array([lengths, lengths[::-1]], dtype=np.float64)
     assert predict_ttft(many, COST, link, 1000, num_layers)[0] == pytest.approx(expected)
 
 
-def test_tsp_waits_for_all() -> None:
+def test_predicted_tsp_ttft_waits_for_all_ranks() -> None:
     link = Link(latency=9.0, bytes_per_second=1.0, shared=True)
     assert predict_tsp_ttft(700, 1, COST, link, 1000, 5) == pytest.approx(COST.seconds(700, 0))
     for shared, num_messages in ((False, 2), (True, 6)):
