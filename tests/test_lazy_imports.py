@@ -14,7 +14,7 @@ def test_importing_the_package_imports_nothing_heavy(run_python) -> None:
 
 
 @pytest.mark.parametrize("name", [*kvcache_plugins.__all__, "__version__"])
-def test_every_name_is_there_and_listed(name: str) -> None:
+def test_every_public_name_exists_and_is_listed(name: str) -> None:
     assert getattr(kvcache_plugins, name)
     assert dir(kvcache_plugins) == sorted([*kvcache_plugins.__all__, "__version__"])
 

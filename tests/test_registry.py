@@ -91,7 +91,7 @@ def test_mistakes_name_what_is_known() -> None:
 
 
 @pytest.mark.parametrize("name", ["", "two words", "a:b", "a,b", "a*"])
-def test_names_that_commands_could_not_take_are_refused(name: str) -> None:
+def test_names_that_are_no_words_are_refused(name: str) -> None:
     with pytest.raises(ValueError, match="must be a word"):
         register_cache(name, create_small)
 

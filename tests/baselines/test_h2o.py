@@ -175,7 +175,7 @@ def test_fixed_budget_keeps_storage_in_place(tiny_llama):
     assert [layer.slots.keys.data_ptr() for layer in cache.layers] == storage
 
 
-def test_memory_is_what_is_stored_and_small(tiny_llama):
+def test_memory_counts_stored_tensors_and_is_small(tiny_llama):
     cache = H2OCache(heavy_ratio=0.05, recent_ratio=0.05)
     feed(tiny_llama, cache, torch.randint(3, 128, (2, 1000)))
     right_after_prompt = cache.memory()

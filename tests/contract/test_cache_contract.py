@@ -129,7 +129,7 @@ def test_an_alias_makes_the_same_config(alias: str, name: str) -> None:
     assert create_cache(alias).cache_config == create_cache(name).cache_config
 
 
-def test_lists_name_known_caches_and_items() -> None:
+def test_lists_name_known_caches_and_checks() -> None:
     """A misspelt entry of the lists above would excuse nothing and go unnoticed."""
     items = {check.name for check in CONTRACT}
     assert {

@@ -32,7 +32,7 @@ def with_lora(model):
     return peft.get_peft_model(model, lora()).eval()
 
 
-def test_lora_gives_what_the_merged_model_gives(tiny_model, make_cache, prompt, generate, cache_name):
+def test_lora_generates_as_the_merged_model(tiny_model, make_cache, prompt, generate, cache_name):
     plain, adapted = tiny_model("llama"), with_lora(tiny_model("llama"))
     cache = make_cache(cache_name, adapted)
     tokens = generate(adapted, prompt(), cache)

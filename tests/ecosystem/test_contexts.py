@@ -162,7 +162,7 @@ def test_pickle_and_torch_restore_a_cache_or_name_its_save(tiny_llama, name, thr
 
 @pytest.mark.filterwarnings("ignore:`config`. all layers of the model attend to a window")
 @pytest.mark.parametrize("name", FILED_NAMES)
-def test_counters_have_the_same_names_whatever_layers_there_are(tiny_model, name: str, make_any) -> None:
+def test_counters_have_equal_names_for_all_layers(tiny_model, name: str, make_any) -> None:
     names = []
     for architecture in ("llama", "gemma3-hybrid", "mistral-sliding"):
         model = tiny_model(architecture)

@@ -42,7 +42,7 @@ def weights_in_use(model, plain):
 
 
 @pytest.mark.parametrize("quantizer", QUANTIZERS)
-def test_tokens_are_those_of_the_dequantized_model(
+def test_tokens_equal_those_of_the_dequantized_model(
     quantizer, tiny_model, tmp_path, make_cache, prompt, generate, cache_name
 ):
     model = QUANTIZERS[quantizer](tiny_model("llama"), tmp_path)

@@ -109,7 +109,7 @@ def test_caches_count_as_exercised_once_they_lose_or_pack(tiny_llama: PreTrained
 
 
 @pytest.mark.parametrize("feeding", FEEDINGS.values(), ids=FEEDINGS.keys())
-def test_a_cache_that_cannot_be_copied_is_filled_anew(tiny_llama: PreTrainedModel, feeding: Feeding) -> None:
+def test_a_cache_that_cannot_be_copied_is_refilled(tiny_llama: PreTrainedModel, feeding: Feeding) -> None:
     class Uncopied(DynamicCache):
         def __deepcopy__(self, memo: dict[int, object]) -> "Uncopied":
             raise RuntimeError("cannot be copied")

@@ -169,7 +169,7 @@ def test_unwritten_token_is_seen_by_every_reader(preset, calls):
 
 
 @torch.no_grad()
-def test_other_queries_and_thread_counts_are_planned_anew(calls):
+def test_other_queries_and_thread_counts_make_new_plans(calls):
     layer, _ = two_filled("gear-k4v3")
     attend(layer, *tokens(1))
     attend(layer, *tokens(1))

@@ -38,7 +38,7 @@ def test_options_have_the_defaults_of_the_config(cache_class) -> None:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_predicted_queries_select_what_true_ones_select(name: str) -> None:
+def test_predicted_queries_select_the_tokens_of_true_ones(name: str) -> None:
     """A stack whose layers change little: expected queries are near the true ones, so the same tokens are chosen."""
     model, prompt, steps = build_family(name), tokens(300).clamp(max=90), tokens(8, seed=1).clamp(max=90)
     with torch.no_grad():
@@ -84,7 +84,7 @@ def test_several_new_tokens_attend_to_everything(llama: PreTrainedModel) -> None
     assert cache.stats()["exact_calls"] == 3
 
 
-def test_memory_is_what_is_stored(llama: PreTrainedModel) -> None:
+def test_memory_counts_every_stored_tensor(llama: PreTrainedModel) -> None:
     with InfiniGenCache(llama) as cache:
         decode_logits(llama, cache, tokens(300), tokens(2, seed=1))
     parts = cache.memory().parts
@@ -316,7 +316,7 @@ def test_speculates_on_accelerators_by_default(device: str) -> None:
 
 
 @torch.no_grad()
-def test_on_a_cpu_a_layer_chooses_by_its_own_query(tiny_llama) -> None:
+def test_cpu_layers_select_by_their_own_query(tiny_llama) -> None:
     prompt = torch.randint(3, 128, (1, 200), generator=torch.Generator().manual_seed(0))
     counts = {}
     for name, options in {"default": {}, "asked": {"speculate": True}}.items():

@@ -212,7 +212,7 @@ def test_queries_equal_those_of_attention_in_every_layer(family, dtype, capture)
     ],
 )
 @torch.no_grad()
-def test_single_queries_by_kernels_are_those_of_attention(family, rotates, offset, capture, monkeypatch):
+def test_single_queries_by_kernels_equal_attention(family, rotates, offset, capture, monkeypatch):
     """Kernels rotate halves, and norm by the root mean square; the modules do all else."""
     pytest.importorskip("triton")
     monkeypatch.setenv("KVCACHE_PLUGINS_KERNELS", "triton")

@@ -54,7 +54,7 @@ def attend(layer: InfiniGenLayer, new: tuple[torch.Tensor, ...], scale: float | 
     ],
     ids=str,
 )
-def test_planned_steps_equal_those_of_single_kernels(count, options, shape, mode, monkeypatch) -> None:
+def test_planned_steps_equal_single_kernels(count, options, shape, mode, monkeypatch) -> None:
     options, shape = dict(options), dict(shape)
     scale, groups = options.pop("scale", None), shape.pop("groups", 3)
     prepared = filled(InfiniGenConfig(**options), count, **shape)

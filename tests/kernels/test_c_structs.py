@@ -41,7 +41,7 @@ typedef struct {
 
 
 @pytest.mark.skipif(not build.compiler(), reason="needs a compiler")
-def test_sizes_and_offsets_are_those_of_the_compiler(tmp_path):
+def test_sizes_and_offsets_equal_the_compilers(tmp_path):
     """Every field that C has is read: a missing one would move the others."""
     lines = ['#include "abi.h"']
     for name, kind in STRUCTURES.items():
@@ -104,7 +104,7 @@ class TestMake:
         with pytest.raises(ValueError, match="`pages` has to be 1 x 2 x 4 x 6"):
             make("SelectableTokens", sizes, page_tokens=4, row_dim=6, pages=[*pages, torch.zeros(1, 2, 4, 5)])
 
-    def test_word_offsets_are_those_of_the_fields(self):
+    def test_word_offsets_equal_those_of_the_fields(self):
         kind, offsets = STRUCTURES["TopKArgs"], word_offsets("TopKArgs")
         assert offsets.limit == kind.limit.offset // 8 and offsets.count == 1
 

@@ -93,7 +93,7 @@ def check_coding(in_torch, levels, table, states, positions=AT_START, atol=2e-6,
 
 @pytest.mark.parametrize("side", ["keys", "values"])
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
-def test_bytes_are_those_of_pytorch(in_torch, levels, side, head_dim):
+def test_encoded_bytes_equal_pytorch(in_torch, levels, side, head_dim):
     states = torch.randn(2, 2, 301, head_dim) * torch.rand(head_dim) * 5 + torch.randn(head_dim)
     states[:, :, 5] = 0
     states[:, :, 6] *= 1000
@@ -104,7 +104,7 @@ def test_bytes_are_those_of_pytorch(in_torch, levels, side, head_dim):
 
 
 @pytest.mark.parametrize("changes", [{"num_refits": 5}, {"by_energy": True, "is_weighted": False}], ids=str)
-def test_scales_are_fitted_as_in_pytorch(in_torch, levels, changes):
+def test_fitted_scales_equal_pytorch(in_torch, levels, changes):
     table = dataclasses.replace(make_table(64, is_key=True), **changes)
     states = torch.randn(1, 2, 70, 64) * torch.randn(1, 2, 70, 1).exp()
     check_coding(in_torch, levels, table, states, atol=1e-6 * float(states.abs().max()))
@@ -134,7 +134,7 @@ def test_rows_are_decoded_as_in_pytorch(in_torch, levels, is_key, length, head_d
 
 @pytest.mark.parametrize("number", range(len(candidate_layouts(FREQUENCIES, 48))))
 @pytest.mark.parametrize("is_back", [True, False])
-def test_rope_is_that_of_pytorch(in_torch, levels, number, is_back):
+def test_rope_equals_pytorch(in_torch, levels, number, is_back):
     layout, turn = candidate_layouts(FREQUENCIES, 48)[number], partial(apply_rope, inverse=is_back)
     keys = torch.randn(2, 3, 100, 48).transpose(1, 2).contiguous().transpose(1, 2)
     positions = Positions(40, torch.tensor([0, 70]))
@@ -145,7 +145,7 @@ def test_rope_is_that_of_pytorch(in_torch, levels, number, is_back):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_moments_are_those_of_pytorch(in_torch, levels, dtype):
+def test_moments_equal_pytorch(in_torch, levels, dtype):
     """Little about large means, of tokens that count alone, as of one sequence none do."""
     positions = Positions(40, torch.tensor([0, 70, 3]))
     valid = torch.rand(3, 1300) >= torch.tensor([[0.0], [0.4], [1.0]])

@@ -11,7 +11,7 @@ from transformers.models.llama import modeling_llama
 from kvcache_plugins import create_cache
 
 
-def test_eager_attention_is_that_of_the_module(tiny_llama):
+def test_eager_attention_is_not_replaced(tiny_llama):
     create_cache("transform", tiny_llama)
     assert "eager" not in ALL_ATTENTION_FUNCTIONS
     assert "eager" not in ALL_ATTENTION_FUNCTIONS.valid_keys()

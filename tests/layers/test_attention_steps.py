@@ -133,7 +133,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_held_weights_are_computed_before_the_layer_changes(layer, lazy, query, change):
+def test_held_attention_weights_survive_changes_of_the_layer(layer, lazy, query, change):
     expected = plainly(query, dense(layer)[0])
     held = plainly(query, lazy[0])
     torch.matmul(held, lazy[1])
@@ -159,7 +159,7 @@ def test_a_copied_layer_leaves_weights_to_its_original(layer, lazy, query):
     assert torch.equal(held + 0, plainly(query, dense(layer)[0]))
 
 
-def test_a_prompt_is_attended_to_as_it_is_without_a_cache():
+def test_prompt_attention_equals_attention_without_a_cache():
     layer, query = GEARCache(nbits=2)._next_layer(), torch.randn(2, 2, 153, 32)
     exact = torch.randn(2, 2, 153, 32), torch.randn(2, 2, 153, 32)
     hidden = torch.full((153, 153), -torch.inf).triu(1).repeat(2, 1, 1, 1)

@@ -26,7 +26,7 @@ def test_non_finite_states_are_found(dtype, number, side, valid):
         check_finite(**both, valid=valid, layer_idx=7)
 
 
-def test_padding_may_hold_anything():
+def test_padding_may_be_non_finite():
     keys, values = states(), states()
     keys[0, :, 0], values[0, 1, 0] = torch.nan, torch.inf
     check_finite(keys, values, VALID, 0)

@@ -64,14 +64,14 @@ def test_attention_equals_that_to_expanded_states(layer, weight, attend, num_new
     assert torch.allclose(output, attend(query, *expand(*dense, weight), mask), atol=1e-4)
 
 
-def test_few_queries_are_absorbed_and_many_expand_tokens(weight):
+def test_few_queries_attend_to_latents_and_many_to_expanded_tokens(weight):
     attention = LatentAttention(weight.unflatten(0, (HEADS, -1)), NOPE)
     expands = [attention.expands(AttentionCall(torch.zeros(1, HEADS, count, NOPE + ROTARY))) for count in (1, 24, 25)]
     # 36 channels more a query of a head, against 28 * 32 that expand a token
     assert expands == [False, False, True]
 
 
-def test_a_prompt_is_attended_to_expanded_as_without_a_cache(weight):
+def test_latent_prompt_attention_equals_attention_without_a_cache(weight):
     layer = TransformCodingCache()._next_layer()
     states, query = (torch.randn(2, 1, 80, RANK), torch.randn(2, 1, 80, ROTARY)), torch.randn(2, HEADS, 80, 24)
     mask = torch.full((80, 80), -torch.inf).triu(1).repeat(2, 1, 1, 1)

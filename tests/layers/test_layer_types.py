@@ -8,7 +8,7 @@ from kvcache_plugins import H2OCache, InfiniGenCache, TransformCodingCache
 from kvcache_plugins.eval.families import build_family, generate, prompt
 
 
-def test_a_layer_keeps_the_keys_of_an_indexer_with_its_tokens() -> None:
+def test_indexer_keys_follow_operations_on_their_tokens() -> None:
     layer = TransformCodingCache(nbits=4)._next_layer()
     index = torch.randn(2, 100, 8)
     assert torch.equal(layer.update_indexer(index[:, :90]), index[:, :90])
@@ -53,7 +53,7 @@ def test_layers_of_unknown_form_are_refused() -> None:
         TransformCodingCache(model.config)
 
 
-def test_layers_with_unreadable_queries_choose_by_their_own() -> None:
+def test_unreadable_queries_disable_speculation() -> None:
     model = build_family("bert")
     with pytest.warns(UserWarning, match="has no attention modules.* own query"):
         cache = InfiniGenCache(model, full_layers=(0,), recent=4, speculate=True)

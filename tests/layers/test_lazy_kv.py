@@ -65,7 +65,7 @@ def test_keys_and_values_of_a_layer_are_its_states(layer):
     assert GEARCache()._next_layer().keys is None
 
 
-def test_prompt_is_exact_even_after_its_compression():
+def test_held_prompt_states_stay_exact_after_compression():
     layer = GEARCache(nbits=2)._next_layer()
     exact = torch.randn(2, 2, 150, 32)
     keys, values = layer.update(exact, exact)

@@ -42,7 +42,7 @@ def input_ids():
 
 @pytest.mark.parametrize("name", NAMES)
 @torch.no_grad()
-def test_batch_select_indices_takes_what_indexes_a_tensor(name, tiny_llama, input_ids):
+def test_batch_select_indices_accepts_every_tensor_index(name, tiny_llama, input_ids):
     for kind, indices in INDICES.items():
         rows = torch.arange(3)[indices, ...]
         cache, same = filled(name, tiny_llama, input_ids), filled(name, tiny_llama, input_ids)
@@ -59,7 +59,7 @@ def test_batch_select_indices_takes_what_indexes_a_tensor(name, tiny_llama, inpu
 
 @pytest.mark.parametrize("name", NAMES)
 @torch.no_grad()
-def test_missing_items_are_refused_and_no_state_is_lost(name, tiny_llama, input_ids):
+def test_missing_sequences_are_refused_without_losing_states(name, tiny_llama, input_ids):
     cache, untouched = (filled(name, tiny_llama, input_ids) for _ in range(2))
     with pytest.raises(IndexError):
         cache.batch_select_indices([0, 3])

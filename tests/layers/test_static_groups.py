@@ -84,7 +84,7 @@ LENGTHS = {
 
 @pytest.mark.parametrize("lengths", LENGTHS)
 @pytest.mark.parametrize("preset", PRESETS)
-def test_bytes_are_those_of_a_layer_that_grows(make_cache, preset, lengths):
+def test_bytes_equal_those_of_a_growing_layer(make_cache, preset, lengths):
     """At every length."""
     states, static, growing = make_states(700), make_cache(preset), make_cache(preset, max_cache_len=None)
     for count in LENGTHS[lengths]:
@@ -106,7 +106,7 @@ def test_bytes_are_those_of_a_layer_that_grows(make_cache, preset, lengths):
     ],
 )
 @pytest.mark.parametrize("length", [5, 70])
-def test_bytes_with_options_and_padding_are_those_of_a_layer_that_grows(make_cache, options, length):
+def test_bytes_with_options_and_padding_equal_those_of_a_growing_layer(make_cache, options, length):
     states = make_states(200, batch_size=2)
     static, growing = (make_cache("gear", max_cache_len=most, **SHORT, **options) for most in (250, None))
     for count in (length, *[1] * 60):
@@ -116,7 +116,7 @@ def test_bytes_with_options_and_padding_are_those_of_a_layer_that_grows(make_cac
     assert static.layers[0].graph is not None
 
 
-def test_chunks_stay_in_place_until_there_is_no_room(make_cache):
+def test_chunks_stay_in_place_within_capacity(make_cache):
     states, cache = make_states(300), make_cache("gear-2bit", max_cache_len=170, **SHORT)
     fill(cache, states, 96, 1)
     layer = cache.layers[0]
@@ -142,7 +142,7 @@ def test_cropped_tokens_leave_no_trace(make_cache):
     require_same_storage(cache, expected)
 
 
-def test_forks_attend_to_what_they_share_and_to_their_own(make_cache):
+def test_forks_attend_to_shared_and_own_tokens(make_cache):
     states, outputs, forks = make_states(200), [], []
     for most in (300, None):
         cache = make_cache("gear-2bit", max_cache_len=most, **SHORT)

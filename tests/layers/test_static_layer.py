@@ -85,7 +85,7 @@ def make_cache(tiny_model):
 
 
 @pytest.mark.parametrize("options", [{}, {"recent_length": 0}, {"residual_length": 1}, {"residual_length": 40}])
-def test_bytes_are_those_of_a_layer_that_grows(make_cache, options):
+def test_bytes_equal_those_of_a_growing_layer(make_cache, options):
     """At every length, through a second prompt and a few tokens at once."""
     states, static, growing = make_states(250), make_cache(**options), make_cache(**options, max_cache_len=None)
     for count in (90, *[1] * 60, 7, 1, 1, 50, *[1] * 41):
@@ -108,7 +108,7 @@ def test_cropped_tokens_leave_no_trace(make_cache):
     require_same_storage(cache, expected)
 
 
-def test_rows_stay_in_place_until_there_is_no_room(make_cache):
+def test_rows_stay_in_place_within_capacity(make_cache):
     states, cache = make_states(190), make_cache(max_cache_len=120, recent_length=0)
     fill(cache, states, 90, 1)
     layer = cache.layers[0]
@@ -124,7 +124,7 @@ def test_rows_stay_in_place_until_there_is_no_room(make_cache):
 
 
 @torch.no_grad()
-def test_forks_attend_to_what_they_share_and_to_their_own(make_cache):
+def test_forks_attend_to_shared_and_own_tokens(make_cache):
     """Long enough that recent rows are requantized into a segment of the fork's own, which is empty at first."""
     states, outputs, forks = make_states(150), [], []
     for options in ({}, {"max_cache_len": None}):

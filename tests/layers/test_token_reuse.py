@@ -46,7 +46,7 @@ EDITS = {
 
 
 @pytest.mark.parametrize("edit", EDITS.values(), ids=EDITS)
-def test_the_text_is_that_of_a_fresh_cache_and_only_new_tokens_are_read(smollm2, edit):
+def test_reused_cache_reads_new_tokens_alone_and_equals_a_fresh_one(smollm2, edit):
     model, tokenizer = smollm2
     text = "The user asks for a licence. " * 20 + "Numbers count one, two, three, four, five, six, seven,"
     prompt = tokenizer(text, return_tensors="pt").input_ids
@@ -63,7 +63,7 @@ def test_the_text_is_that_of_a_fresh_cache_and_only_new_tokens_are_read(smollm2,
 
 
 @pytest.mark.parametrize("name", ["transform", "gear-2bit", "kivi-2bit", "turboquant-4bit"])
-def test_logits_are_a_fresh_caches_where_nothing_is_packed(tiny_llama, name):
+def test_logits_equal_a_fresh_cache_if_nothing_is_packed(tiny_llama, name):
     # A cache differs from a fresh one by packed tokens alone, and these are too few to be packed
     prompt, new = random_ids(7, 5)
     cache = create_cache(name, tiny_llama)
@@ -142,7 +142,7 @@ def test_inputs_that_are_no_conversation_are_refused(tiny_llama):
 
 @pytest.mark.parametrize("architecture", ["mistral-sliding", "gemma3-hybrid"])
 @pytest.mark.parametrize("options", [{}, {"sliding": "dense"}, {"sliding": "compressed"}], ids=str)
-def test_windows_go_back_as_far_as_they_record(tiny_model, architecture, options):
+def test_windows_crop_back_as_far_as_they_record(tiny_model, architecture, options):
     model = tiny_model(architecture)
     prompt, new = random_ids(90, 5)
     edited = torch.cat([prompt[:, :80], new], dim=1)
@@ -169,7 +169,7 @@ def test_windows_go_back_as_far_as_they_record(tiny_model, architecture, options
 
 
 @pytest.mark.parametrize("kind", ["qwen3_5_text", "lfm2", "falcon_h1"])
-def test_recurrences_begin_anew_and_forks_go_back(kind):
+def test_recurrent_layers_restart_and_forks_crop_back(kind):
     fields = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4}
     fields |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "pad_token_id": 0}
     if kind == "qwen3_5_text":

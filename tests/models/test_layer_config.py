@@ -87,7 +87,7 @@ def heterogeneous(configs: dict[str, PreTrainedConfig]) -> list[str]:
     return [name for name, config in configs.items() if config.get_text_config(decoder=True).is_heterogeneous]
 
 
-def test_bytes_of_a_token_are_those_of_all_layers(released_configs) -> None:
+def test_bytes_of_a_token_sum_over_layers(released_configs) -> None:
     names = heterogeneous(released_configs)
     assert {"gemma4_text", "embedding_gemma2_text", "neomme"} <= set(names)
     # Transformers 5.20 lacks this family
@@ -126,7 +126,7 @@ def test_fingerprints_differ_where_layers_do() -> None:
     assert config_fingerprint(own[0]) == config_fingerprint(copy.deepcopy(own[0]))
 
 
-def test_costs_are_those_of_each_layer() -> None:
+def test_costs_sum_over_layers() -> None:
     """Read three layers with a window of 32; the last has heads four times as wide."""
     sizes = {"vocab_size": 8, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 3}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "sliding_window": 32}

@@ -54,7 +54,7 @@ SECTIONS = {
 
 
 @pytest.mark.parametrize("kind", PARAMETERS)
-def test_frequencies_are_the_models(kind):
+def test_frequencies_equal_the_models(kind):
     make, embedding = (PhiConfig, PhiRotaryEmbedding) if kind == "partial" else (LlamaConfig, LlamaRotaryEmbedding)
     config = make(**SMALL, rope_parameters={"rope_type": kind, "rope_theta": 5000.0, **PARAMETERS[kind]})
     expected = embedding(config).inv_freq.tolist()
@@ -62,7 +62,7 @@ def test_frequencies_are_the_models(kind):
     assert rotary_embedding(config, 3).frequencies == pytest.approx(expected, rel=1e-6)
 
 
-def test_frequencies_of_longer_texts_are_those_of_longrope():
+def test_frequencies_of_long_texts_equal_longrope():
     parameters = {"rope_type": "longrope", "rope_theta": 5000.0, **PARAMETERS["longrope"]}
     config = LlamaConfig(**SMALL, max_position_embeddings=1024, rope_parameters=parameters)
     embedding = LlamaRotaryEmbedding(config)
@@ -83,7 +83,7 @@ def test_default_device_changes_nothing(kind):
         assert rotary_embedding(config, 3) == expected
 
 
-def test_layers_of_another_kind_have_others():
+def test_each_kind_of_layer_has_its_frequencies():
     config = Gemma3TextConfig(**SMALL, head_dim=32, num_key_value_heads=1)
     model = Gemma3RotaryEmbedding(config)
     for index, layer_type in enumerate(config.layer_types):
@@ -119,7 +119,7 @@ def find_layouts(model):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_layouts_of_families(family):
+def test_layouts_match_the_embeddings_of_families(family):
     if family not in CONFIG_MAPPING:
         pytest.skip("a family of later releases")
     name, part = FAMILIES[family]

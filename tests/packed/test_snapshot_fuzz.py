@@ -167,7 +167,7 @@ def forged(content: bytes, rng: random.Random) -> bytes:
     return signed(header, document, data)
 
 
-def test_checksum_of_the_test_is_that_of_the_file(subject):
+def test_checksum_of_the_test_equals_the_files(subject):
     assert subject.outcome(signed(*parts(subject.content))) == "same"
 
 

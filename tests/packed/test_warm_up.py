@@ -15,7 +15,7 @@ from kvcache_plugins.packed import warm_up
 from kvcache_plugins.transform_coding.calibration import calibrate_transform
 
 
-def test_the_error_is_relative():
+def test_error_is_relative_to_the_output():
     expected = torch.full((4, 4), 100.0)
     assert require_close("x", expected + 0.01, expected) == pytest.approx(1e-4, rel=1e-2)
 
@@ -26,7 +26,7 @@ def test_a_wrong_output_raises(wrong):
         require_close("x", torch.full((4,), wrong), torch.ones(4))
 
 
-def test_plain_pytorch_ends_with_its_block(monkeypatch):
+def test_plain_pytorch_is_restored_after_its_block(monkeypatch):
     name = "KVCACHE_PLUGINS_KERNELS"
     monkeypatch.delenv(name, raising=False)
     with pytest.raises(KeyError), plain_pytorch():
@@ -132,7 +132,7 @@ def test_every_length_of_rows_is_warmed_up_once(tiny_llama, random_windows, exer
     assert all(layer.stats()["chunks_compressed"] == 2 for layer in exercised)
 
 
-def test_options_that_wait_for_long_are_coded_too(tiny_llama, exercised):
+def test_warm_up_packs_with_long_buffers_too(tiny_llama, exercised):
     cache = create_cache("transform-22", tiny_llama, residual_length=200)
     cache.warm_up(tiny_llama)
     assert [block.length for block in exercised[0].storage.segments] == [319, 96]

@@ -62,7 +62,7 @@ def test_reports_show_the_numbers_of_memory(tiny_llama: PreTrainedModel, name: s
         assert f"{counter}\N{NO-BREAK SPACE}{value:,}" in shown or isinstance(value, float)
 
 
-def test_nothing_comes_from_elsewhere_and_all_looks_as_its_page(tiny_llama: PreTrainedModel) -> None:
+def test_reports_load_nothing_and_set_no_style(tiny_llama: PreTrainedModel) -> None:
     markup = filled("gear-2bit", tiny_llama)._repr_html_()
     assert not re.search(r"<script|<style|style=|<img|href|src=|url\(|http", markup)
 

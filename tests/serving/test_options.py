@@ -128,7 +128,7 @@ def ask(client):
 
 
 @pytest.mark.parametrize("api", PROMPTS)
-def test_each_option_is_taken_or_refused_by_its_name_as_the_guide_says(api, ask):
+def test_each_option_is_accepted_or_refused_by_name_as_in_the_guide(api, ask):
     rows = rows_of_guide()
     assert OPTIONS[api].keys() <= rows.keys()
     for name, cells in rows.items():
@@ -299,7 +299,7 @@ def test_a_prompt_ends_at_the_next_layer_once_its_client_has_disconnected(tiny_l
     manager.stop()
 
 
-def test_a_batch_refuses_what_its_pages_have_no_room_for_and_answers_on(serving, saved_with_tokenizer):
+def test_a_batch_refuses_requests_beyond_its_pages_and_goes_on(serving, saved_with_tokenizer):
     from kvcache_plugins.serving import CacheServer
 
     folder, said = saved_with_tokenizer("gemma3-hybrid", max_position_embeddings=9999), []

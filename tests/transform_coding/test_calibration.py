@@ -125,7 +125,7 @@ def test_bad_options_are_named(model, calibration, options, named):
         TransformCodingCache(model, **{"calibration": calibration, **options})
 
 
-def test_windows_have_to_be_there_and_long_enough(model, random_windows):
+def test_calibration_without_long_windows_is_refused(model, random_windows):
     for windows in ([], random_windows(1, 20)):
         with pytest.raises(ValueError, match="`windows` has to hold one window"):
             calibrate_transform(model, windows)
@@ -194,7 +194,7 @@ def test_shared_tables_are_counted_once(model, calibration, window):
     assert measure_memory(TransformCodingCache(model)).shared == {}
 
 
-def test_more_bits_and_a_calibration_bring_it_nearer_to_dense(model, calibration, window, divergence):
+def test_more_bits_and_a_calibration_lower_the_kl(model, calibration, window, divergence):
     few, some, many = (divergence(model, make_cache(model, calibration, nbits), window) for nbits in (1.5, 3.0, 6.0))
     assert many < some / 4 < few / 16
     plain = divergence(model, TransformCodingCache(model, nbits=3.0), window)
@@ -202,7 +202,7 @@ def test_more_bits_and_a_calibration_bring_it_nearer_to_dense(model, calibration
 
 
 @pytest.mark.parametrize("kernel", ["torch", "compiled"])
-def test_rounded_bases_cost_nothing_that_can_be_seen(model, calibration, window, monkeypatch, kernel):
+def test_rounded_bases_have_no_more_error_than_codes(model, calibration, window, monkeypatch, kernel):
     """At seven bits a number all that is left is what codes lose: 2^-6 of what a key or value is."""
     monkeypatch.setenv("KVCACHE_PLUGINS_KERNELS", kernel)
     cache, dense = make_cache(model, calibration, 7.0), DynamicCache(config=model.config)
@@ -376,7 +376,7 @@ def test_layers_of_a_window_are_calibrated(hybrid, of_hybrid, tmp_path):
     )
 
 
-def test_tokens_out_of_sight_do_not_count(hybrid, random_windows):
+def test_energies_of_windows_do_not_grow_with_the_text(hybrid, random_windows):
     """The cost of an error is that of a token in sight, however long the text before it is."""
     energies = []
     for length in (120, 300):
@@ -453,7 +453,7 @@ def test_gradients_of_read_tokens_cover_all_following_tokens(tiny_model, random_
         assert (gradients.abs().amax(dim=(0, 2)) > 0).all()
 
 
-def test_a_layer_of_a_window_costs_nothing_where_it_is_not_seen(tiny_model, random_windows, monkeypatch):
+def test_window_layers_cost_nothing_beyond_their_window(tiny_model, random_windows, monkeypatch):
     model = tiny_model("gemma3-hybrid", seed=0, sliding_window=24)
     windowed = [index for index, kind in enumerate(model.config.layer_types) if kind == "sliding_attention"]
     sums, seen = {}, []

@@ -84,7 +84,7 @@ def test_decoded_tokens_are_fitted_to_at_the_same_lengths():
 
 
 @pytest.mark.parametrize("sizes", [[80, 520], [60] * 10], ids=["turn", "chunks"])
-def test_error_of_new_tokens_is_nearly_that_of_one_prompt(sizes, monkeypatch):
+def test_refitted_tokens_have_nearly_the_error_of_one_prompt(sizes, monkeypatch):
     """A short turn of one kind, then another kind of text."""
     parts = states(1, 70), other_kind(530)
     keys, values = (torch.cat(each, dim=2) for each in zip(*parts, strict=True))
@@ -201,7 +201,7 @@ def test_forks_share_older_rows_and_tables():
     assert torch.equal(layer.to_dense("keys"), before)
 
 
-def test_scales_of_gear_follow_by_construction():
+def test_gear_chunks_do_not_depend_on_earlier_text():
     """Chunks of GEAR have scales of their own: what was read before changes none of them."""
     new, segments = other_kind(320), []
     for before in (states(1, 320), other_kind(320)):

@@ -44,7 +44,7 @@ def num_coded(layer):
 @pytest.mark.each_value
 @pytest.mark.parametrize("length", [1, 67, 68, 69, 200])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_attended_states_are_those_of_to_dense(length, dtype):
+def test_attended_states_equal_to_dense(length, dtype):
     layer = make_layer()
     feed(layer, *states(2, length, dtype))
     # Longer updates are coded once attention has seen them, and are held otherwise than they were attended to
@@ -110,7 +110,7 @@ def test_a_token_is_exact_then_finer_then_coarser():
 
 
 @torch.no_grad()
-def test_dense_tokens_are_packed_once_there_are_enough():
+def test_dense_tokens_are_packed_at_the_minimum_count():
     layer = make_layer()
     feed(layer, *states(1, SINKS + MIN_TOKENS - 2))
     for _ in range(2):
@@ -193,7 +193,7 @@ def test_the_newest_update_is_exact():
 
 
 @pytest.mark.parametrize("padding", [120, 150])
-def test_an_item_may_begin_in_a_later_chunk(padding):
+def test_a_sequence_may_begin_in_a_later_chunk(padding):
     """As in a prefill by chunks of a padded batch: nothing of its padding gets into its table or the exact tokens."""
     (keys, values), query = states(2, 200), torch.randn(2, NUM_HEADS * 2, 200, HEAD_DIM)
     layer, alone = make_layer(), make_layer()
@@ -215,7 +215,7 @@ def test_an_item_may_begin_in_a_later_chunk(padding):
     assert layer._unfitted_sequences is None and layer.storage.prefix.start.tolist() == [0, padding]
 
 
-def test_a_short_item_waits_in_the_prefix():
+def test_a_short_sequence_stays_exact_until_it_is_fitted():
     layer, (keys, values) = make_layer(), states(2, 100)
     feed(layer, keys, values, [0, 90])
     assert layer._unfitted_sequences is not None and layer.storage.prefix.count.tolist() == [SINKS, 10]
@@ -296,7 +296,7 @@ def randn(length, batch_size=1):
 @pytest.mark.each_value
 @pytest.mark.parametrize("number", [1.0, -1e-3, 100.0, 0.0])
 @pytest.mark.parametrize("nbits", [1, 1.5, 2, 3, 4, 5, 6, 7, 8])
-def test_constants_come_back_at_every_width(nbits, number):
+def test_constants_are_restored_at_every_width(nbits, number):
     layer, constant = steady_layer(nbits), torch.full((1, 2, PROMPT, HEAD_DIM), number)
     feed(layer, constant, constant)
     output = feed(layer, constant[:, :, :1], constant[:, :, :1])
@@ -304,7 +304,7 @@ def test_constants_come_back_at_every_width(nbits, number):
         assert (each - number).abs().max() <= SCALE_PRECISION * abs(number) + 1e-6
 
 
-def test_a_constant_item_does_not_change_others():
+def test_a_constant_sequence_does_not_change_others():
     keys, values = randn(PROMPT, 2), randn(PROMPT, 2)
     values[1] = values[1, :, :1] + 1e-3 * values[1]
     queries, step = torch.randn(2, 4, PROMPT, HEAD_DIM), (randn(1, 2), randn(1, 2))
@@ -329,7 +329,7 @@ def test_ordinary_tokens_behind_a_constant_prompt_are_coded_well():
         assert (held - expected).square().mean() < 0.05 * expected.var()
 
 
-def test_a_short_item_may_be_constant():
+def test_a_short_sequence_may_be_constant():
     keys, values = randn(PROMPT, 2), randn(PROMPT, 2)
     values[1] = 3.0
     layer = steady_layer()
@@ -372,7 +372,7 @@ def test_huge_values_are_exact_or_refused(exponent, dtype):
     assert (held.double() - values.double()).square().mean() < 0.02 * values.double().square().mean()
 
 
-def test_float16_is_right_up_to_its_largest_number():
+def test_states_near_the_largest_float16_are_coded():
     largest = torch.finfo(torch.float16).max
     layer, values = steady_layer(4), torch.full((1, 2, PROMPT, HEAD_DIM), 0.97 * largest, dtype=torch.float16)
     feed(layer, randn(PROMPT).half(), values)

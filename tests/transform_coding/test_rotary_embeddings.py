@@ -80,7 +80,7 @@ def measure_error(model, positions=None):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_error_is_about_that_of_the_plain_embedding(kind):
+def test_rotary_layouts_have_the_error_of_the_plain_embedding(kind):
     plain, _ = measure_error(make_model(NORMED if kind in NORMED_KINDS else PLAIN, {}))
     error, layers = measure_error(make_model(*KINDS[kind]))
     assert error < 1.1 * plain
@@ -102,7 +102,7 @@ def test_a_wrong_embedding_is_not_used(kind, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["sections", "sections-interleaved"])
-def test_images_have_other_positions_than_indices(kind, monkeypatch):
+def test_keys_of_images_are_coded_without_the_embedding(kind, monkeypatch):
     """Keys are coded unrotated if most tokens are of an image, although the newest tokens are text."""
     model = make_model(*KINDS[kind])
     rows, columns = torch.arange(32).repeat_interleave(32), torch.arange(32).repeat(32)

@@ -49,7 +49,7 @@ def feed(layers, window, num_new, padding, what):
 
 
 @pytest.mark.parametrize(("window", "padding"), [(70, (0, 0)), (80, (0, 37)), (97, (90, 3))], ids=str)
-def test_attention_is_that_of_the_dense_sliding_layer(window, padding):
+def test_attention_equals_the_dense_sliding_layer(window, padding):
     torch.manual_seed(0)
     own = make_layer(window)
     # Prompts below, at and beyond the window, then every offset of a window against a chunk, several tokens at once,
@@ -147,7 +147,7 @@ def test_windows_keep_the_contract(item, make_mistral, contract_models):
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["transform", "transform-22"])
-def test_bytes_are_those_of_a_window_a_chunk_and_a_buffer(name, mistral, make_mistral):
+def test_memory_is_bounded_by_window_chunk_and_buffer(name, mistral, make_mistral):
     token_ids = torch.randint(0, VOCAB_SIZE, (1, CONTEXT))
     cache = create_cache(name, mistral)
     mistral(token_ids, past_key_values=cache, logits_to_keep=1)
