@@ -176,7 +176,7 @@ def _draw_against_bytes(group: Sequence[Content], title: str) -> Figure:
 
 
 def _draw_against_position(group: Sequence[Content], title: str) -> Figure:
-    """Beside the dense cache's where it is among them: texts are harder in one place than in another."""
+    """Draw perplexity against position, divided by the dense cache's if there is one: texts differ in difficulty."""
     dense = [each["result"]["ppl_by_stretch"] for each in group if each["settings"]["cache"] == REFERENCE]
     figure, axes = _new(title, "position, tokens", f"perplexity{' / dense' if dense else ''}, by stretch")
     for number, content in enumerate(group):

@@ -79,7 +79,7 @@ def repository(tmp_path_factory: pytest.TempPathFactory, run_python) -> Path:
 
 @pytest.fixture
 def load_and_check(run_python):
-    """Has a new process load folders in a way, and checks what they compute."""
+    """Return a function that loads folders in a new process and checks their results."""
     variables = {"TRITON_INTERPRET": 1, "OMP_NUM_THREADS": 1}
     return lambda load, *folders: run_python("-c", PREAMBLE + load + CHECK, *folders, cwd=folders[0], **variables)
 

@@ -104,7 +104,7 @@ def test_wheel_is_importable(wheel: zipfile.ZipFile, tmp_path: Path, run_python)
 
 
 def test_top_level_name_of_the_kernels_is_guarded() -> None:
-    """In the repository's root the folder would shadow another project's `triton_kernels`: the mistake is loud."""
+    """The repository's folder would shadow another project's `triton_kernels`, so importing it raises an error."""
     code = f"import sys; sys.path.insert(0, {str(PROJECT_ROOT)!r}); import triton_kernels"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert result.returncode != 0

@@ -233,7 +233,7 @@ def used_parts(report: MemoryReport) -> dict[str, int]:
 
 
 def assert_predicted(model: PreTrainedModel, sizer: CacheSizer, spec: str, **setting: int) -> None:
-    """To the byte, part by part, where within a per cent would do."""
+    """Assert that predicted memory is exact, part by part, although a per cent would do."""
     really, predicted = run_really(model, spec, **setting), sizer.measure(spec, **setting)
     assert used_parts(predicted) == used_parts(really)
     assert (predicted.dense_bytes, predicted.num_values) == (really.dense_bytes, really.num_values)
@@ -421,6 +421,6 @@ def test_caches_that_need_data_are_refused(name: str, tiny_sizer: CacheSizer) ->
 def test_predicted_memory_counts_every_page_of_a_pool(
     name: str, contract_model: PreTrainedModel, tiny_sizer: CacheSizer
 ) -> None:
-    """Without data a pool has one page, however many it has in a run."""
+    """Pools of `meta` tensors have one page; predictions count the pages of a run."""
     assert_predicted(contract_model, tiny_sizer, name, context=2200)
     assert_predicted(contract_model, tiny_sizer, name, context=1100, new_tokens=70)

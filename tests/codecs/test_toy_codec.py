@@ -68,7 +68,7 @@ def test_a_toy_codec_keeps_the_contract(contract_models, check):
 
 @torch.no_grad()
 def test_toy_rows_are_attended_forked_and_saved(contract_models, tmp_path):
-    """Beside padding, in windows and without: rows decode to the tokens that were encoded."""
+    """Rows decode to the tokens that were encoded, beside padding, in windows and without."""
     for model in contract_models.values():
         cache, ids = ToyCache(model, sliding="compressed"), torch.randint(3, 60, (2, 140))
         mask = torch.ones_like(ids)

@@ -92,7 +92,7 @@ def test_examples_that_do_not_parse_are_found() -> None:
 
 @pytest.mark.parametrize("path", GROUPS)
 def test_groups_show_help(path: str, run) -> None:
-    """Without arguments too; of each command the first sentence, whole and in one line."""
+    """Show help without arguments too, with the whole first sentence of each command in one line."""
     shown = run(*path.split(), terminal_width=78).stdout
     assert shown == run(*path.split(), "--help", terminal_width=78).stdout and "Examples:" in shown
     lines = dict(line.split(maxsplit=1) for line in shown.partition("Commands:")[2].strip().splitlines())

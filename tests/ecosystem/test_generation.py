@@ -62,7 +62,7 @@ def gemma4():
 @pytest.mark.filterwarnings("ignore:the whole cache is fetched")
 @pytest.mark.parametrize("name", ["transform", "gear-4bit", "kvarn-k4v4", "llamacpp-q8_0", "infinigen", "h2o"])
 def test_an_assistant_reads_states_without_rejected_tokens(name, gemma4, prompt, generate):
-    """It is given them after rejected tokens have been removed from the cache."""
+    """Gemma's assistant gets states after rejected tokens were removed from the cache."""
     model, assistant = gemma4
     exact = {
         "infinigen": {"alpha": float("inf"), "max_fetch_ratio": 1.0},

@@ -205,7 +205,7 @@ def read_results(folder: Path) -> dict[str, object]:
 
 @pytest.fixture
 def own_files_unread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Has lm-eval not read its own thousands of tasks, which takes seconds."""
+    """Keep lm-eval from reading its own thousands of tasks, which takes seconds."""
     monkeypatch.setattr("lm_eval.tasks.TaskManager", partial(TaskManager, include_defaults=False))
 
 

@@ -14,7 +14,7 @@ WIDTHS = range(1, MAX_WIDTH + 1)
 
 
 def squared_error(levels: torch.Tensor) -> float:
-    """Over a normal variable, in closed form: every value goes to its nearest point."""
+    """Return the mean squared error of a normal variable in closed form, each value at its nearest level."""
     levels = levels.double()
     bounds = torch.cat([levels.new_tensor([-40.0]), (levels[1:] + levels[:-1]) / 2, levels.new_tensor([40.0])])
     density = (-bounds * bounds / 2).exp() / math.sqrt(2 * math.pi)

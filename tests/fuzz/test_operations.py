@@ -55,7 +55,7 @@ NUM_STEPS = 12
 
 @pytest.fixture(autouse=True)
 def quiet() -> Iterator[None]:
-    """No advice on other attention implementations."""
+    """Silence advice on other attention implementations."""
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()
     yield

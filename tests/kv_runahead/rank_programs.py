@@ -104,8 +104,8 @@ def compare_with_one_process(
     rank: int, folder: str, implementation: str, sizes: list[int], batch_sizes: list[int], caches: list[str], new: int
 ) -> list[tuple[str, float, bool, bool]]:
     """
-    On the last rank, for every number of ranks, batch and cache: the largest difference of the last token's logits
-    from those of one process, and whether the tokens that follow a prefill, and a generation, are those of one.
+    Return on the last rank, for every number of ranks, batch and cache: the largest difference of the last token's
+    logits from those of one process, and if the tokens that follow a prefill, and a generation, equal those of one.
     """
     model = _load(folder, implementation)
     results = []

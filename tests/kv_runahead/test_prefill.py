@@ -120,7 +120,7 @@ def test_different_settings_of_ranks_are_named(saved_with_tokenizer):
     ],
 )
 def test_failure_of_a_rank_ends_the_others_with_an_error(saved_with_tokenizer, moment, failing):
-    """At whatever moment: those that wait for it get one kind of error, with their rank and the layer."""
+    """Fail at any moment: ranks that wait get one kind of error, with their rank and the layer."""
     # Over a connection that was made before, and over one that was not
     folder, warm = saved_with_tokenizer("llama", num_hidden_layers=8), failing == 0
     answers = run_ranks(fail_at, 3, folder, failing, moment, warm)

@@ -85,7 +85,7 @@ LENGTHS = {
 @pytest.mark.parametrize("lengths", LENGTHS)
 @pytest.mark.parametrize("preset", PRESETS)
 def test_bytes_equal_those_of_a_growing_layer(make_cache, preset, lengths):
-    """At every length."""
+    """Compare bytes at every length."""
     states, static, growing = make_states(700), make_cache(preset), make_cache(preset, max_cache_len=None)
     for count in LENGTHS[lengths]:
         outputs = fill(static, states, count), fill(growing, states, count)

@@ -86,7 +86,7 @@ def make_cache(tiny_model):
 
 @pytest.mark.parametrize("options", [{}, {"recent_length": 0}, {"residual_length": 1}, {"residual_length": 40}])
 def test_bytes_equal_those_of_a_growing_layer(make_cache, options):
-    """At every length, through a second prompt and a few tokens at once."""
+    """Compare bytes at every length, through a second prompt and a few tokens at once."""
     states, static, growing = make_states(250), make_cache(**options), make_cache(**options, max_cache_len=None)
     for count in (90, *[1] * 60, 7, 1, 1, 50, *[1] * 41):
         fill(static, states, count)
@@ -221,7 +221,7 @@ def test_generate_compiles_steps_automatically(tiny_llama, fresh_dynamo):
     "lengths", [(20, 97, 20), pytest.param([20 + 37 * i % 120 for i in range(50)], marks=pytest.mark.long)]
 )
 def test_prompts_too_short_to_be_packed_are_compiled_too(lengths, preset, tiny_llama, fresh_dynamo):
-    """They break the graph at `update`, so that later prompts meet the pieces that these were compiled to."""
+    """Short prompts break the graph at `update`, so that later prompts run the pieces compiled for them."""
     config = CompileConfig(backend="eager", mode=None)
     config._compile_all_devices = True
     counts = []

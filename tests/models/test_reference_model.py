@@ -42,7 +42,7 @@ def converts_to(content: str, error: type[BaseException] | None = None):
 
 @pytest.fixture
 def no_packages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Has the packages that carry models seem not to be installed."""
+    """Make the packages that carry models seem not to be installed."""
 
     def version(distribution: str) -> str:
         raise metadata.PackageNotFoundError(distribution)

@@ -19,7 +19,7 @@ def make_block(num_tokens=128, dtype=torch.float32, layers=2, heads=3, head_dim=
 
 
 class TransformSerde:
-    """In the form of LMCache's `Serializer` and `Deserializer`."""
+    """An adapter in the form of LMCache's `Serializer` and `Deserializer`."""
 
     def __init__(self, config):
         self.codec = BlockCodec(config)
@@ -32,7 +32,7 @@ class TransformSerde:
 
 
 class TransformHostPool:
-    """In the form of a host pool, such as SGLang's: pages go down by number, and come back into the device's."""
+    """A host pool in the form of SGLang's: device pages are packed to host pages by number, and unpacked again."""
 
     def __init__(self, config, device_pages):
         self.codec = BlockCodec(config)

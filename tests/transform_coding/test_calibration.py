@@ -203,7 +203,7 @@ def test_more_bits_and_a_calibration_lower_the_kl(model, calibration, window, di
 
 @pytest.mark.parametrize("kernel", ["torch", "compiled"])
 def test_rounded_bases_have_no_more_error_than_codes(model, calibration, window, monkeypatch, kernel):
-    """At seven bits a number all that is left is what codes lose: 2^-6 of what a key or value is."""
+    """With seven bits a number the only error is that of codes: 2^-6 of a key or value."""
     monkeypatch.setenv("KVCACHE_PLUGINS_KERNELS", kernel)
     cache, dense = make_cache(model, calibration, 7.0), DynamicCache(config=model.config)
     with torch.no_grad():
@@ -390,7 +390,7 @@ def test_energies_of_windows_do_not_grow_with_the_text(hybrid, random_windows):
 
 @pytest.mark.parametrize("seen", [None, WINDOW], ids=["full", "window"])
 def test_layers_share_bytes_with_layers_of_equal_sight(hybrid, of_hybrid, seen):
-    """At every length of a text they hold the bytes that were asked for."""
+    """Layers of equal sight hold the requested bytes at every length of a text."""
     own = [index for index, layer in of_hybrid.layers.items() if layer.window == seen]
     alone = of_window(of_hybrid, seen)
     sizes = [

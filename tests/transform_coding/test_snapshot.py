@@ -52,7 +52,7 @@ def read(document, tensors, frequencies=FREQUENCIES, config=CONFIG) -> RowLayer:
     "lengths", [(200, 150), (3,), (67,), (68,), (200, 15), (90, 67, 1)], ids=lambda each: "-".join(map(str, each))
 )
 def test_a_loaded_layer_continues_exactly(lengths, dtype):
-    """Before there is a table, with one, and while an item waits for one: then until it has one."""
+    """Save before tables are fitted, after, and while a sequence has none yet; continue until it has one."""
     for num_decoded in (0, 1, 20):
         layer = filled_layer(lengths, num_decoded, dtype)
         twin = read(*written(layer))
