@@ -6,7 +6,8 @@
         yield {"cache": ..., "median_s": ...}
 
 The decorator checks caches before anything is loaded, sets threads, prints the table that `tables` has of the kind,
-and returns what `--json` and `--out` write: commit, date, device, versions, settings and rows.
+and returns what `--json` and `--out` write: commit, date, device, versions, settings and rows. A benchmark with an
+option `--resume` has that file written after each row, and yields the rows that it has already.
 
 Help reads this module, so it imports nothing heavy at the top.
 """
@@ -68,7 +69,8 @@ def benchmark(
             if isinstance(threads, int) and "world_size" not in given:
                 torch.set_num_threads(threads)
             plain = {key: value.name if isinstance(value, Path) else value for key, value in given.items()}
-            result = Result(kind, {key: value for key, value in plain.items() if key != "cache"})
+            settings = {key: value for key, value in plain.items() if key not in ("cache", "resume")}
+            result = Result(kind, settings, given.get("resume"))
             mode = torch.inference_mode() if in_inference_mode else nullcontext()
             try:
                 with mode:

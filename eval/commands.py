@@ -8,12 +8,13 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from kvcache_plugins.console.display import track_progress
 from kvcache_plugins.console.inputs import ModelOption, read_text
+from kvcache_plugins.console.results import provenance
 
 from .benchmark import benchmark, say
 from .rows import Content, Found, Settings
@@ -34,6 +35,7 @@ def survey_families(
     bits: Annotated[float, typer.Option(help="Bits that caches of `--cache` are held to.", min=1, max=16)] = 2.0,
     seconds: Annotated[float, typer.Option(help="After so many a family is given up.", min=1.0)] = 180.0,
     media: Annotated[bool, typer.Option("--media", help="Families of pictures, sounds and encoders instead.")] = False,
+    resume: Annotated[Path | None, typer.Option(help="JSON file written after each family; skip those in it.")] = None,
 ) -> Iterator[Found]:
     """Try caches on a tiny random model of every decoder family.
 
@@ -48,6 +50,7 @@ def survey_families(
         kvcache-plugins models --json | jq '.rows[] | select(.outcomes.transform.status != "works")'
         kvcache-plugins models --out eval/results/families.json
         kvcache-plugins models --media 'qwen*'
+        kvcache-plugins models --media --resume media_families.json
     """
     from .families import PROMPT_LENGTH, cases_of, family_names, media_family_names, own_cases, try_families
 
@@ -57,8 +60,31 @@ def survey_families(
         raise ValueError(f"`pattern` {pattern!r} matches no family; there are {', '.join(names)}")
     cases = cases_of(cache, bits) if cache else own_cases(has_media=media)
     yield Settings(families=pattern, caches=" ".join(cases), tokens=PROMPT_LENGTH)
-    with track_progress(len(families)) as announce:
-        yield from map(asdict, try_families(families, cases, announce, seconds, has_media=media))
+    own = {"bits": bits, "seconds": seconds, "media": media, "families": pattern, "caches": " ".join(cases)}
+    done = _finished_rows(resume, own)
+    remaining = [name for name in families if name not in {row["family"] for row in done}]
+    yield from done
+    # The file has this list, which is empty at the end
+    yield Content(remaining=remaining)
+    with track_progress(len(remaining)) as announce:
+        for result in try_families(list(remaining), cases, announce, seconds, has_media=media):
+            remaining.remove(result.family)
+            yield asdict(result)
+
+
+def _finished_rows(path: Path | None, settings: dict[str, object]) -> list[dict[str, Any]]:
+    """Return rows of a survey's file, if there is one; refuse one of another commit or with other settings."""
+    import torch
+
+    from .result_files import read_result
+
+    if path is None or not path.exists():
+        return []
+    content = read_result(path)
+    known = {key: content["settings"].get(key) for key in settings}
+    if known != settings or content["commit"] != provenance(torch.device("cpu"))["commit"]:
+        raise ValueError(f"`resume`: {path} was made at another commit or with other settings")
+    return list(content["rows"])
 
 
 def write_report(

@@ -3,10 +3,12 @@
 One family of each kind is daily, all are in `make test-long`.
 """
 
+import json
 import os
 import signal
 from collections import Counter
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from transformers.cache_utils import DynamicLayer
 from kvcache_plugins import GEARCache, create_cache
 from kvcache_plugins.baselines.h2o import H2OLayer
 from kvcache_plugins.eval import families as survey
+from kvcache_plugins.eval.commands import survey_families
 from kvcache_plugins.eval.families import (
     CacheMaker,
     Case,
@@ -228,6 +231,22 @@ def test_family_that_hangs_or_dies_costs_its_own_row(monkeypatch: pytest.MonkeyP
     assert "no answer within 1 seconds" in rows[0].dense
     assert "exit code 7" in rows[1].dense
     assert rows[2].dense == ""
+
+
+def test_resumed_survey_skips_families_of_its_file(tmp_path: Path) -> None:
+    path = tmp_path / "survey.json"
+    survey_families("gpt_neo*", cache=["gear-2bit"], resume=path)
+    content = json.loads(path.read_text(encoding="utf-8"))
+    names = [row["family"] for row in content["rows"]]
+    assert names == ["gpt_neo", "gpt_neox", "gpt_neox_japanese"] and content["remaining"] == []
+    # A file of an interrupted survey
+    kept, marked = content["rows"][1:], {"family": "gpt_neo", "dense": "marked", "outcomes": {}}
+    path.write_text(json.dumps({**content, "rows": [marked, kept[0]]}), encoding="utf-8")
+    resumed = survey_families("gpt_neo*", cache=["gear-2bit"], resume=path)
+    assert resumed["rows"] == [marked, *kept] and resumed["remaining"] == []
+    assert json.loads(path.read_text(encoding="utf-8"))["rows"] == resumed["rows"]
+    with pytest.raises(ValueError, match="`resume`.*other settings"):
+        survey_families("gpt_neo*", cache=["gear-2bit"], bits=4.0, resume=path)
 
 
 def test_family_is_the_same_every_time() -> None:
