@@ -498,7 +498,8 @@ def build_family(family: str, seed: int = 0, *, has_media: bool = False) -> PreT
         auto_class = next(each for each, names in _MEDIA_CLASSES if family in names)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = auto_class.from_config(_shrink(CONFIG_MAPPING[family]()), dtype=torch.float32).eval()
+        parts = {name: CONFIG_MAPPING[part]() for name, part in _PARTS.get(family, {}).items() if has_media}
+        model = auto_class.from_config(_shrink(CONFIG_MAPPING[family](**parts)), dtype=torch.float32).eval()
         if has_media:
             find_media(model)
     return model  # type: ignore[no-any-return]
@@ -694,13 +695,23 @@ SPECIAL_FIELDS: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"num_experts_per_tok": 4, "n_group": 1, "topk_group": 1},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 4},
     **dict.fromkeys(("exaone4_5_vision", "qwen2_5_omni_vision_encoder", "qwen2_5_vl_vision"), {"window_size": 56}),
+    "deepseek_ocr2_sam_vision_model": {"output_channels": 16, "downsample_channels": [32, HIDDEN_SIZE]},
+    "deepseek_ocr2_text": {
+        "mlp_layer_types": ["dense", "sparse"],
+        "num_experts_per_tok": 4,
+        "n_group": 1,
+        "topk_group": 1,
+    },
+    "ernie4_5_vl_moe_text": {"rope_parameters": {**_ROTARY, "mrope_section": [3, 3, 2]}},
     **dict.fromkeys(
-        ("glm4v_text", "glm_ocr_text", "qwen2_5_omni_text", "qwen2_5_vl_text", "qwen2_vl_text"),
+        ("cosmos3_edge_text", "glm4v_text", "glm_ocr_text", "qwen2_5_omni_text", "qwen2_5_vl_text", "qwen2_vl_text"),
         {"rope_parameters": {**_ROTARY, "mrope_section": [2, 3, 3]}},
     ),
     "glm4v_moe_text": {"rope_parameters": {**_ROTARY, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]}},
     "gemma4_text": {"global_head_dim": 2 * HEAD_DIM, "num_kv_shared_layers": 2},
     "gemma4_unified_text": {"global_head_dim": 2 * HEAD_DIM, "num_kv_shared_layers": 2},
+    "gemma4_unified_vision": {"mm_embed_dim": HIDDEN_SIZE, "output_proj_dims": HIDDEN_SIZE},
+    "glm5_next_text": {"linear_num_heads": NUM_HEADS, "linear_head_dim": HEAD_DIM},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "gptj": {"rotary_dim": 8},
     "granitemoehybrid": _ALTERNATING,
@@ -727,6 +738,11 @@ SPECIAL_FIELDS: dict[str, dict[str, Any]] = {
     "xmod": {"default_language": "en_XX"},
     "zamba": {"attention_hidden_size": 2 * HIDDEN_SIZE, "attention_head_dim": 2 * HEAD_DIM},
     "zaya": {"num_experts_per_tok": 1},
+}
+# Parts that a family's default config lacks
+_PARTS = {
+    "gemma4": {"vision_config": "gemma4_vision"},
+    "gemma4_unified": {"vision_config": "gemma4_unified_vision"},
 }
 _KEY_VALUE_HEADS = "num_key_value_heads n_head_kv num_kv_heads swa_num_key_value_heads num_global_key_value_heads"
 _KINDS = ("layer_types", "layers_block_type")

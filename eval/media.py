@@ -165,6 +165,13 @@ def _forms(model: PreTrainedModel) -> Iterator[tuple[str, tuple[int, ...], Input
             yield "pixel_values", (*lead, 3, edge, edge), others
         for lead in ((rows * rows,), (1, rows * rows)):
             yield "pixel_values", (*lead, 3, patch, patch), {"image_grid_thw": grid}
+        if "image_position_ids" in accepted:
+            # Patches with a position each, pooled by the model or before
+            pool = sizes("pooling_kernel_size", 1)
+            for number, edge in ((2 * pool, patch), (2, pool * patch)):
+                indices = torch.arange(number, dtype=torch.int64, device="cpu")
+                places = torch.cartesian_prod(indices, indices)[None]
+                yield "pixel_values", (1, number * number, 3 * edge * edge), {"image_position_ids": places}
         others = {
             "spatial_shapes": torch.tensor([[2, 2]], dtype=torch.int64, device="cpu"),
             "pixel_attention_mask": torch.ones(1, 4, dtype=torch.long, device="cpu"),

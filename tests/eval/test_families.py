@@ -74,7 +74,7 @@ SHARES = {
 KNOWN_FAILURES = {"git", "inkling_text", "longcat_flash", "moss_transcribe_diarize", "roformer"}
 
 
-# A padded prompt is not as alone; not looked into
+# It counts padding as positions: keys in a padded batch are rotated further than alone, and are coded differently
 KNOWN_MEDIA_FAILURES = {"hyperclovax_vision_v2"}
 
 
