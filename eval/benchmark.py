@@ -6,8 +6,8 @@
         yield {"cache": ..., "median_s": ...}
 
 The decorator checks caches before anything is loaded, sets threads, prints the table that `tables` has of the kind,
-and returns what `--json` and `--out` write: commit, date, device, versions, settings and rows. A benchmark with an
-option `--resume` has that file written after each row, and yields the rows that it has already.
+and returns what `--json` and `--out` write: commit, date, device, versions, settings and rows. The file of an option
+`--resume` is written after each row.
 
 Help reads this module, so it imports nothing heavy at the top.
 """

@@ -17,6 +17,7 @@ from kvcache_plugins.console.inputs import ModelOption, read_text
 from kvcache_plugins.console.results import provenance
 
 from .benchmark import benchmark, say
+from .result_files import read_result
 from .rows import Content, Found, Settings
 
 
@@ -76,8 +77,6 @@ def _finished_rows(path: Path | None, settings: dict[str, object]) -> list[dict[
     """Return rows of a survey's file, if there is one; refuse one of another commit or with other settings."""
     import torch
 
-    from .result_files import read_result
-
     if path is None or not path.exists():
         return []
     content = read_result(path)
@@ -102,7 +101,6 @@ def write_report(
         kvcache-plugins eval report eval/results/gear --figures docs/figures
         kvcache-plugins eval report eval/results/step_short_smollm2.json --figures docs/figures
     """
-    from .result_files import read_result
     from .tables import read_sweep, render_result
 
     if result.is_file() and result.suffix != ".json":

@@ -685,6 +685,7 @@ _SIZES = {name: size for size, names in _NAMES_BY_SIZE.items() for name in names
 _INITIALIZER_RANGE = 0.1
 # Fields by `model_type` that do not follow from the table; they win over it
 _ROTARY = {"rope_type": "default", "rope_theta": 10000.0}
+_ALL_EXPERTS = {"num_experts_per_tok": 4, "n_group": 1, "topk_group": 1}
 _ALTERNATING = {"num_hidden_layers": 4, "layer_types": ["linear_attention", "full_attention"] * 2}
 SPECIAL_FIELDS: dict[str, dict[str, Any]] = {
     "aria": {"projector_patch_to_query_dict": {4: 4}},
@@ -692,16 +693,11 @@ SPECIAL_FIELDS: dict[str, dict[str, Any]] = {
     "codegen": {"rotary_dim": 8},
     "cohere_compass_text": {"rope_parameters": {"full_attention": _ROTARY, "sliding_attention": _ROTARY}},
     "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0}},
-    "deepseek_v2": {"num_experts_per_tok": 4, "n_group": 1, "topk_group": 1},
+    "deepseek_v2": _ALL_EXPERTS,
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 4},
     **dict.fromkeys(("exaone4_5_vision", "qwen2_5_omni_vision_encoder", "qwen2_5_vl_vision"), {"window_size": 56}),
     "deepseek_ocr2_sam_vision_model": {"output_channels": 16, "downsample_channels": [32, HIDDEN_SIZE]},
-    "deepseek_ocr2_text": {
-        "mlp_layer_types": ["dense", "sparse"],
-        "num_experts_per_tok": 4,
-        "n_group": 1,
-        "topk_group": 1,
-    },
+    "deepseek_ocr2_text": {"mlp_layer_types": ["dense", "sparse"], **_ALL_EXPERTS},
     "ernie4_5_vl_moe_text": {"rope_parameters": {**_ROTARY, "mrope_section": [3, 3, 2]}},
     **dict.fromkeys(
         ("cosmos3_edge_text", "glm4v_text", "glm_ocr_text", "qwen2_5_omni_text", "qwen2_5_vl_text", "qwen2_vl_text"),

@@ -169,8 +169,7 @@ def _forms(model: PreTrainedModel) -> Iterator[tuple[str, tuple[int, ...], Input
             # Patches with a position each, pooled by the model or before
             pool = sizes("pooling_kernel_size", 1)
             for number, edge in ((2 * pool, patch), (2, pool * patch)):
-                indices = torch.arange(number, dtype=torch.int64, device="cpu")
-                places = torch.cartesian_prod(indices, indices)[None]
+                places = torch.cartesian_prod(*[torch.arange(number, dtype=torch.int64, device="cpu")] * 2)[None]
                 yield "pixel_values", (1, number * number, 3 * edge * edge), {"image_position_ids": places}
         others = {
             "spatial_shapes": torch.tensor([[2, 2]], dtype=torch.int64, device="cpu"),
