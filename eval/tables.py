@@ -344,7 +344,7 @@ def _status(cache: str, row: Row) -> str:
 
 
 def _one_line(text: str) -> str:
-    return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
+    return textwrap.shorten(text, 400, placeholder=" ...").replace("|", "\\|").replace("<", "&lt;")
 
 
 # Functions of one row, by the kind of the result
