@@ -44,6 +44,8 @@ _NEXT_PHASES = {
     Phase.DENSE: {Phase.DENSE, Phase.STORED, Phase.EMPTY},
     Phase.STORED: {Phase.STORED, Phase.EMPTY},
 }
+# Roundings of logits after a code that rounding has changed
+_ROUNDING_OVER_A_CODE = 20
 _SEEDS = st.integers(0, 1000)
 # Contexts of PyTorch that calls are made in
 _CONTEXTS = {
@@ -173,7 +175,8 @@ class CacheOperations(RuleBasedStateMachine):
         logits = self._update(tokens)
         with attention("densified", self.under_test.model), _CONTEXTS[self.context]():
             dense = self.under_test.feed(twin, tokens, self.mask)
-        require_close(logits, dense, 2 * self.rounding, "attention over densified states")
+        factor = 2 if has_same_codes(self.cache, twin) else _ROUNDING_OVER_A_CODE
+        require_close(logits, dense, factor * self.rounding, "attention over densified states")
 
     def _update(self, tokens: torch.Tensor) -> torch.Tensor:
         self.mask = torch.cat([self.mask, torch.ones_like(tokens)], dim=1)
@@ -347,6 +350,17 @@ def model_in(dtype: torch.dtype) -> PreTrainedModel:
 def stored(each: Cache) -> list[torch.Tensor]:
     """Copies of every tensor of a cache."""
     return [tensor.clone() for layer in each.layers for _, tensor in layer.named_tensors()]
+
+
+def has_same_codes(each: Cache, other: Cache) -> bool:
+    """Return False if rounding in one layer has changed a code of the next."""
+    pairs = zip(packed_codes(each), packed_codes(other), strict=True)
+    return all(torch.equal(one, another) for one, another in pairs)
+
+
+def packed_codes(each: Cache) -> list[torch.Tensor]:
+    """List the codes of every layer."""
+    return [tensor for layer in each.layers for name, tensor in layer.named_tensors() if name == "codes"]
 
 
 def require_same(tensors: list[torch.Tensor], expected: list[torch.Tensor], what: str) -> None:

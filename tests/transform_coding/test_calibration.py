@@ -474,3 +474,15 @@ def test_window_layers_cost_nothing_beyond_their_window(tiny_model, random_windo
             hidden = gradients[:, : gradients.shape[1] - 23]
             assert (hidden.abs().max() == 0) == (index in windowed)
             assert (gradients[:, -23:].abs().amax(dim=(0, 2)) > 0).all()
+
+
+@pytest.mark.parametrize("family", ["deepseek_v32", "qwen4_exp_text"])
+def test_models_with_indexers_are_calibrated(family: str, random_windows) -> None:
+    model = build_family(family)
+    (window,) = random_windows(1, 160)
+    cache = make_cache(model, calibrate_transform(model, [window]))
+    with torch.no_grad():
+        model(window[None, :100], **as_argument(cache))
+        logits = model(window[None, 100:101], **as_argument(cache)).logits
+    assert logits.isfinite().all()
+    assert cache.stats()["layers_compressing"] > 0

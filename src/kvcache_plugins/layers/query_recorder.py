@@ -21,9 +21,11 @@ class DenseLayer(DynamicLayer):
 
     Attributes:
         indexer_keys (`torch.Tensor` of shape `[batch_size, tokens, index head dim]`, *optional*): keys of the indexer.
+        indexer_position_ids (`torch.Tensor`, *optional*): positions of these keys, of models with 3D positions.
     """
 
     indexer_keys: torch.Tensor | None = None
+    indexer_position_ids: torch.Tensor | None = None
 
     def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
         """Append keys of an indexer, before the keys and values of the same tokens, and return all."""

@@ -230,6 +230,7 @@ def _gradients(
         leaves[index] = keys, values
         dense = DenseLayer()
         dense.indexer_keys = observed[index].indexer_keys
+        dense.indexer_position_ids = observed[index].indexer_position_ids
         dense.update(keys, values)
         layers.append(dense)
     with torch.enable_grad():
