@@ -498,7 +498,7 @@ def build_family(family: str, seed: int = 0, *, has_media: bool = False) -> PreT
         auto_class = next(each for each, names in _MEDIA_CLASSES if family in names)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        parts = {name: CONFIG_MAPPING[part]() for name, part in _PARTS.get(family, {}).items() if has_media}
+        parts: Any = {name: CONFIG_MAPPING[part]() for name, part in _PARTS.get(family, {}).items() if has_media}
         model = auto_class.from_config(_shrink(CONFIG_MAPPING[family](**parts)), dtype=torch.float32).eval()
         if has_media:
             find_media(model)
