@@ -12,18 +12,14 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
-from weakref import WeakKeyDictionary
 
 import torch
 
-from kvcache_plugins.formats.bits import packed_size
-from kvcache_plugins.formats.groups import QuantizedChunks, channel_bits, num_offsets
-from kvcache_plugins.formats.hadamard import rotation_size
 from kvcache_plugins.formats.parts import DensePart, GroupPart, OpaqueRowPart, PagedRowPart, Part, RowPart
 from kvcache_plugins.formats.positions import START, Positions
 from kvcache_plugins.formats.rows import RowFormat, RowFormats
 
-from .c_formats import c_format_of, is_copied, key_basis_fields, key_basis_sizes, rotary_of
+from .c_formats import c_chunks_of, c_format_of, is_copied, key_basis_fields, key_basis_sizes, rotary_of
 from .c_structs import (
     BLOCK_QUERIES,
     CONSTANTS,
@@ -49,8 +45,6 @@ _PART, _EXACT, _ARGS = (word_offsets(name) for name in ("Part", "ExactPart", "At
 _NEXT = _ARGS.tasks + STRUCTURES["Tasks"].next.offset // 8
 _ENDED = _ARGS.tasks + STRUCTURES["Tasks"].ended.offset // 8
 _ROWS_OF_SIDE = STRUCTURES["RowSide"].tensors["rows"]
-# Sides of groups that C reads where they are
-_SIDES: "WeakKeyDictionary[QuantizedChunks, Structure]" = WeakKeyDictionary()
 
 
 class LayerParts:
@@ -123,7 +117,8 @@ class LayerParts:
         chunks, chunk_length = part.keys.num_chunks, part.keys.chunk_length
         if not 0 <= part.length <= chunks * chunk_length:
             raise ValueError(f"{part.length} tokens of {chunks} chunks of {chunk_length}")
-        keys, values = self._side(part.keys), self._side(part.values)
+        keys, values = c_chunks_of(part.keys), c_chunks_of(part.values)
+        self.has_copies |= is_copied(part.keys, keys) or is_copied(part.values, values)
         for side, dim in ((keys, self.sizes["key_dim"]), (values, self.sizes["value_dim"])):
             wanted = self.sizes["batch"], self.sizes["heads"], chunks, chunk_length, dim
             own = tuple(getattr(side, name) for name in ("batch", "heads", "chunks", "chunk_length", "dim"))
@@ -135,18 +130,6 @@ class LayerParts:
         own = tensor.contiguous()
         self.has_copies |= own is not tensor
         return own
-
-    def _side(self, states: QuantizedChunks) -> Structure:
-        """Describe one side of groups."""
-        side = _SIDES.get(states)
-        if side is None:
-            stored = states
-            if not all(tensor.is_contiguous() for _, tensor in states.named_tensors()):
-                stored = states.map(self._contiguous)
-            side = _group_side(stored)
-            if stored is states:
-                _SIDES[states] = side
-        return side
 
     def rows_of(
         self,
@@ -168,8 +151,8 @@ class LayerParts:
         return make(
             "RowPart",
             {**self.sizes, **key_basis_sizes(keys.num_coefficients, rotary.padded_pairs)},
-            keys=self._row_side(key_rows, length, keys, "key_dim", paged),
-            values=self._row_side(value_rows, length, values, "value_dim", paged),
+            keys=self._row_side(key_rows, length, keys, self.sizes["key_dim"], paged),
+            values=self._row_side(value_rows, length, values, self.sizes["value_dim"], paged),
             rotary=rotary,
             first_position=positions.first,
             padding=None if padding is None else padding.cpu().long().contiguous(),
@@ -177,30 +160,29 @@ class LayerParts:
         )
 
     def _row_side(
-        self, rows: torch.Tensor | None, length: int, table: RowFormat, dim_name: str, paged: PagedRowPart | None
+        self, rows: torch.Tensor | None, length: int, row_format: RowFormat, dim: int, paged: PagedRowPart | None
     ) -> Structure:
-        described, dim = c_format_of(table, self.sizes["batch"]), self.sizes[dim_name]
-        self.has_copies |= is_copied(table, described)
+        described = c_format_of(row_format, self.sizes["batch"], self.sizes["heads"], dim)
+        self.has_copies |= is_copied(row_format, described)
         pages: dict[str, Any] = {}
         if paged is not None and rows is not None:
-            pages, rows = _page_fields(rows, paged, self.sizes["heads"], table.row_size), None
+            pages, rows = _page_fields(rows, paged, self.sizes["heads"], row_format.row_size), None
         rows = None if rows is None else self._contiguous(rows)
         capacity = length if rows is None else rows.shape[2]
         if (
             capacity < length
-            or not 0 < table.row_size <= MAX_CHANNELS + 1
-            or (described.heads, described.channels) != (self.sizes["heads"], dim)
+            or not 0 < row_format.row_size <= MAX_CHANNELS + 1
             # Only components may be fewer than channels
             or not 0 < described.num_coefficients <= dim
-            or (table.basis is None and described.num_coefficients < dim)
+            or (row_format.basis is None and described.num_coefficients < dim)
         ):
-            own = described.heads, described.channels, described.num_coefficients
-            raise ValueError(f"{length} rows of {table.row_size} bytes and a table of {own} for {dim} channels")
+            own = f"{row_format.row_size} bytes for {described.num_coefficients} numbers"
+            raise ValueError(f"{length} rows of {own} in room for {capacity}, of {dim} channels")
         return make(
             "RowSide",
             self.sizes,
             format=described,
-            row_size=table.row_size,
+            row_size=row_format.row_size,
             capacity=capacity,
             rows=rows,
             **pages,
@@ -401,29 +383,6 @@ class PreparedCall(TokenWriter):
 def kind_of_tokens(states: torch.Tensor) -> tuple[object, ...]:
     """List sizes, dtype and layout of tokens `[B, H, any, D]`: all that a call relies on when it reads them."""
     return states.shape[0], states.shape[1], states.shape[3], states.dtype, states.is_contiguous()
-
-
-def _group_side(states: QuantizedChunks) -> Structure:
-    batch_size, num_heads, chunks, length, _ = states.codes.shape
-    dim, scales = states.head_dim, states.scale.shape
-    by_channel = states.axis == "channel"
-    groups, most = (scales[3], length) if by_channel else (scales[4], dim)
-    if scales[1] not in (1, num_heads) or groups == 0 or most % groups:
-        raise ValueError(f"scales of shape {tuple(scales)} for {num_heads} heads, {length} tokens, {dim} channels")
-    rows, columns = (groups, dim) if by_channel else (length, groups)
-    fields: dict[str, Any] = dict(states.named_tensors())
-    if states.low_rank_a is not None:
-        fields["rank"] = states.low_rank_a.shape[4]
-        if fields["rank"] > MAX_CHANNELS:
-            raise ValueError(f"low rank of shape {tuple(states.low_rank_a.shape)} for chunks of {length} tokens")
-    if states.outlier_indices is not None:
-        fields |= {"num_outliers": states.outlier_indices.shape[3], "num_offsets": num_offsets(length, num_heads)}
-        fields |= {"is_wide": states.outlier_indices.dtype == torch.int32}
-    fields |= {"dim": dim, "nbits": states.nbits, "row_size": packed_size(dim, states.nbits), "groups": groups}
-    fields |= {"batch": batch_size, "heads": num_heads, "chunks": chunks, "chunk_length": length}
-    fields |= {"by_channel": by_channel, "scale_heads": scales[1], "scale_rows": rows, "scale_columns": columns}
-    fields |= {"rotation_size": rotation_size(dim) if states.is_rotated else 1, "channel_bits": channel_bits(dim)}
-    return make("QuantizedChunks", **fields)
 
 
 def _page_fields(rows: torch.Tensor, part: PagedRowPart, num_heads: int, row_size: int) -> dict[str, Any]:
