@@ -33,7 +33,7 @@ from .c_structs import (
     make,
     word_offsets,
 )
-from .library import find_threads, function, num_threads
+from .library import bind, num_threads
 from .masks import slice_mask
 
 
@@ -206,55 +206,49 @@ class GrowingStates(Protocol):
     unwritten: tuple[torch.Tensor, torch.Tensor] | None
 
 
-class TokenWriter:
-    """Calls that write the newest token behind the others, if it is of the shapes and dtype that they are made for."""
+class TailReader:
+    """
+    Calls that read a tail of exact tokens, and write its newest token behind the others.
 
-    _accepted: tuple[torch.Tensor, torch.Tensor] | None = None
+    Args:
+        sizes (`Mapping[str, int]`): `batch`, `heads`, `key_dim` and `value_dim`.
+        dtype (`torch.dtype`, *optional*): dtype of the tokens.
+        scale (`float`): factor of the scores.
+    """
 
     def __init__(self, sizes: Mapping[str, int], dtype: torch.dtype | None, scale: float):
-        # What exact keys and values are, `[B, H, any, D or E]`, of the dtype, and where they are as C knows it
-        one, dims, self._exact_dtype = (sizes["batch"], sizes["heads"]), (sizes["key_dim"], sizes["value_dim"]), dtype
-        self._kind = tuple((*one, dim, dtype, True) for dim in dims)
-        self._newest_shapes = tuple(torch.Size((*one, 1, dim)) for dim in dims)
+        batch_size, num_heads = sizes["batch"], sizes["heads"]
+        dims = sizes["key_dim"], sizes["value_dim"]
+        # Kind of the storage `[B, H, any, D or E]`, and of the newest token
+        self._kind = tuple((batch_size, num_heads, dim, dtype, True) for dim in dims)
+        self._newest_kind = (*(torch.Size((batch_size, num_heads, 1, dim)) for dim in dims), dtype, dtype, True, True)
+        # Storage whose addresses C has
         self._storage: tuple[torch.Tensor, torch.Tensor] | None = None
-        self._capacity, self._scale, self._threads = 0, scale, num_threads()
+        self._capacity = 0
+        self._scale = scale
+        self._threads = num_threads()
         self._origin = torch.get_num_threads(), os.getpid()
 
-    def push(self, tail: GrowingStates, keys: torch.Tensor, values: torch.Tensor) -> bool:
-        """
-        Count a token `[B, H, 1, D or E]` as the newest of the tail, which `attend` writes. Return False if it cannot
-        do that.
-        """
-        if (
-            tail.unwritten is None
-            and tail.length < tail.capacity
-            and (keys.shape, values.shape) == self._newest_shapes
-            and keys.dtype is values.dtype is self._exact_dtype
-            and keys.is_contiguous()
-            and values.is_contiguous()
-            and keys.is_cpu
-            and values.is_cpu
-        ):
-            self._accepted = tail.unwritten = keys, values
-            tail.length += 1
-            return True
-        return False
 
-
-class PreparedCall(TokenWriter):
+class PreparedCall(TailReader):
     """
     Attention of queries `[B, H * G, Q, D]` over all parts, exact ones behind the others: of these queries, or of later
     ones of their shape and dtype, if only the last part, exact, may grow and none is a copy (`is_lasting`).
     """
 
     def __init__(self, query: torch.Tensor, parts: Sequence[Part], num_heads: int, scale: float):
-        told = LayerParts(query.shape, num_heads, parts[0].head_dims[1])
+        described = LayerParts(query.shape, num_heads, parts[0].head_dims[1])
         for part in parts:
-            told.add(part)
-        super().__init__(told.sizes, None if told.exact is None else told.exact[1].keys.dtype, scale)
-        self.is_lasting = told.exact is not None and not told.has_copies
-        sizes, self._parts = told.sizes, (STRUCTURES["Part"] * len(told.parts))(*told.parts)
-        self._alive, self._shape, self._dtype, self._sizes = told, query.shape, query.dtype, sizes
+            described.add(part)
+        sizes = described.sizes
+        super().__init__(sizes, None if described.exact is None else described.exact[1].keys.dtype, scale)
+        self.is_lasting = described.exact is not None and not described.has_copies
+        self._shape = query.shape
+        self._dtype = query.dtype
+        self._sizes = sizes
+        self._parts = (STRUCTURES["Part"] * len(described.parts))(*described.parts)
+        # Objects that the structures point to
+        self._keepalive = described
         groups, num_queries = query.shape[1] // num_heads, query.shape[2]
         blocks = query.shape[0] * num_heads * -(-groups * num_queries // BLOCK_QUERIES)
         tiles = sum(-(-part.length // TILE) for part in self._parts)
@@ -278,20 +272,19 @@ class PreparedCall(TokenWriter):
             parts=ctypes.addressof(self._parts),
         )
         self._call.tasks.count = blocks * splits
-        self._kernel, self._address = function("attend"), self._call.address
         # Words are written in a third of the time that fields of structures take
         self._words, self._last = as_words(self._call), as_words(self._parts[-1])
-        self._running = min(self._threads, blocks * splits)
+        self._run = bind("attend", self._call, min(self._threads, blocks * splits))
         self._result_shape = *query.shape[:3], sizes["value_dim"]
         self._is_like_query = self._result_shape == query.shape
         # Rows that may be others later: their structure, the words of their part, and the part
         self._rows = [
             (own.inputs["stored"], as_words(words), part)
-            for own, words, part in zip(told.parts[:-1], self._parts, parts, strict=False)
+            for own, words, part in zip(described.parts[:-1], self._parts, parts, strict=False)
             if isinstance(part, RowPart)
         ]
-        if told.exact is not None:
-            self._exact = as_words(told.exact[0])
+        if described.exact is not None:
+            self._exact = as_words(described.exact[0])
 
     def extend(self, parts: Sequence[RowPart | OpaqueRowPart]) -> bool:
         """
@@ -336,7 +329,7 @@ class PreparedCall(TokenWriter):
             others than the call was prepared for.
 
         Raises:
-            ValueError: if exact tokens are not of the dtype and sizes that the call was prepared for.
+            ValueError: if tail or newest token are not of the dtype and sizes that the call was prepared for.
         """
         if (
             query.dtype is not self._dtype
@@ -349,35 +342,38 @@ class PreparedCall(TokenWriter):
         if not query.is_contiguous():
             query = query.contiguous()
         if tail is not None:
-            stored, storage, newest = self._exact, tail.storage, tail.unwritten
-            if storage is not self._storage:
-                keys, values = storage
-                if (kind_of_tokens(keys), kind_of_tokens(values)) != self._kind or keys.shape[2] != values.shape[2]:
-                    raise ValueError(f"exact tokens have to be {self._kind}, as when the call was prepared")
-                stored[_EXACT.keys], stored[_EXACT.values] = keys.data_ptr(), values.data_ptr()
-                stored[_EXACT.capacity] = keys.shape[2]
-                self._storage, self._capacity = storage, keys.shape[2]
+            stored, newest = self._exact, tail.unwritten
+            if tail.storage is not self._storage:
+                self._set_storage(tail.storage)
             if not 0 <= tail.length <= self._capacity:
                 raise ValueError(f"{tail.length} tokens in use of {self._capacity}")
-            if newest is None:
-                stored[_EXACT.newest_key] = stored[_EXACT.newest_value] = 0
-            elif newest is self._accepted and tail.length > 0:
-                stored[_EXACT.newest_key], stored[_EXACT.newest_value] = newest[0].data_ptr(), newest[1].data_ptr()
-            else:
-                raise ValueError("the newest token has to be one that the call has accepted")
+            stored[_EXACT.newest_key] = stored[_EXACT.newest_value] = 0
+            if newest is not None:
+                key, value = newest
+                kind = key.shape, value.shape, key.dtype, value.dtype, key.is_cpu, value.is_cpu
+                if kind != self._newest_kind or not (tail.length and key.is_contiguous() and value.is_contiguous()):
+                    raise ValueError(f"the newest token has to be {self._newest_kind}, contiguous, as in the call")
+                stored[_EXACT.newest_key], stored[_EXACT.newest_value] = key.data_ptr(), value.data_ptr()
             self._last[_PART.length] = tail.length
         # A tensor like another is made in half the time
         result = torch.empty_like(query) if self._is_like_query else query.new_empty(self._result_shape)
         words = self._words
         words[_NEXT] = words[_ENDED] = 0
         words[_ARGS.query], words[_ARGS.result] = query.data_ptr(), result.data_ptr()
-        if self._running == 1:
-            self._kernel(self._address)
-        else:
-            find_threads()(self._kernel, self._address, self._running)
+        self._run()
         if tail is not None:
             tail.unwritten = None
         return result
+
+    def _set_storage(self, storage: tuple[torch.Tensor, torch.Tensor]) -> None:
+        keys, values = storage
+        if (kind_of_tokens(keys), kind_of_tokens(values)) != self._kind or keys.shape[2] != values.shape[2]:
+            raise ValueError(f"exact tokens have to be {self._kind}, as when the call was prepared")
+        stored = self._exact
+        stored[_EXACT.keys], stored[_EXACT.values] = keys.data_ptr(), values.data_ptr()
+        stored[_EXACT.capacity] = keys.shape[2]
+        self._storage = storage
+        self._capacity = keys.shape[2]
 
 
 def kind_of_tokens(states: torch.Tensor) -> tuple[object, ...]:

@@ -164,7 +164,11 @@ class CompressedLayer(LazyLayer, Generic[AnySegment, AnyCodec]):
             return super().update(key_states, value_states)
         if tail.length >= plan.limit and not self._pack_by_plan(plan):
             return super().update(key_states, value_states)
-        if not plan.push(tail, key_states, value_states):
+        is_contiguous = key_states.is_contiguous() and value_states.is_contiguous()
+        if plan.writes_newest and is_contiguous and tail.unwritten is None and tail.length < tail.capacity:
+            tail.unwritten = key_states, value_states
+            tail.length += 1
+        elif not plan.push(tail, key_states, value_states):
             if torch.is_inference_mode_enabled():
                 return super().update(key_states, value_states)
             tail.append(key_states, value_states)
