@@ -8,7 +8,6 @@ Legend: B batch, H heads, D channels, K coefficients of a token, P pairs of chan
 """
 
 from functools import cache
-from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -74,12 +73,12 @@ def is_copied(stored: RowFormat | QuantizedChunks, described: Structure) -> bool
     return _DESCRIBED.get(stored) is not described
 
 
-def _format_fields(row_format: RowFormat, batch_size: int) -> dict[str, Any]:
+def _format_fields(row_format: RowFormat, batch_size: int) -> dict[str, object]:
     num_heads = row_format.widths.shape[1]
     num_coefficients = row_format.num_coefficients
     widths, mean = row_format.widths, row_format.mean
     deviation = row_format.deviation
-    fields: dict[str, Any] = {
+    fields: dict[str, object] = {
         "batch": batch_size,
         "heads": num_heads,
         "channels": row_format.head_dim,
@@ -109,7 +108,7 @@ def _format_fields(row_format: RowFormat, batch_size: int) -> dict[str, Any]:
     return fields
 
 
-def _chunk_fields(states: QuantizedChunks) -> dict[str, Any]:
+def _chunk_fields(states: QuantizedChunks) -> dict[str, object]:
     batch_size, num_heads, chunks, length, _ = states.codes.shape
     dim, scales = states.head_dim, states.scale.shape
     by_channel = states.axis == "channel"
@@ -117,11 +116,12 @@ def _chunk_fields(states: QuantizedChunks) -> dict[str, Any]:
     if scales[1] not in (1, num_heads) or groups == 0 or most % groups:
         raise ValueError(f"scales of shape {tuple(scales)} for {num_heads} heads, {length} tokens, {dim} channels")
     rows, columns = (groups, dim) if by_channel else (length, groups)
-    fields: dict[str, Any] = dict(states.named_tensors())
+    fields: dict[str, object] = dict(states.named_tensors())
     if states.low_rank_a is not None:
-        fields["rank"] = states.low_rank_a.shape[4]
-        if fields["rank"] > MAX_CHANNELS:
+        rank = states.low_rank_a.shape[4]
+        if rank > MAX_CHANNELS:
             raise ValueError(f"low rank of shape {tuple(states.low_rank_a.shape)} for chunks of {length} tokens")
+        fields["rank"] = rank
     if states.outlier_indices is not None:
         fields |= {"num_outliers": states.outlier_indices.shape[3], "num_offsets": num_offsets(length, num_heads)}
         fields |= {"is_wide": states.outlier_indices.dtype == torch.int32}

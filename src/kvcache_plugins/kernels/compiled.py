@@ -11,7 +11,7 @@ import ctypes
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -164,7 +164,7 @@ class LayerParts:
     ) -> Structure:
         described = c_format_of(row_format, self.sizes["batch"], self.sizes["heads"], dim)
         self.has_copies |= is_copied(row_format, described)
-        pages: dict[str, Any] = {}
+        pages: dict[str, object] = {}
         if paged is not None and rows is not None:
             pages, rows = _page_fields(rows, paged, self.sizes["heads"], row_format.row_size), None
         rows = None if rows is None else self._contiguous(rows)
@@ -381,7 +381,7 @@ def kind_of_tokens(states: torch.Tensor) -> tuple[object, ...]:
     return states.shape[0], states.shape[1], states.shape[3], states.dtype, states.is_contiguous()
 
 
-def _page_fields(rows: torch.Tensor, part: PagedRowPart, num_heads: int, row_size: int) -> dict[str, Any]:
+def _page_fields(rows: torch.Tensor, part: PagedRowPart, num_heads: int, row_size: int) -> dict[str, object]:
     """List the fields of rows `[pages, H, tokens of a page, R]` in the memory of their part, to its last byte."""
     count, heads, tokens, size = rows.shape
     start, stride, most = rows.data_ptr() - part.memory.data_ptr(), rows.stride(0), part.pages.shape[1]
@@ -395,6 +395,6 @@ def _page_fields(rows: torch.Tensor, part: PagedRowPart, num_heads: int, row_siz
         or most * tokens < part.length
     ):
         raise ValueError(f"rows {tuple(rows.shape)} of strides {rows.stride()} are no pages of {part.length} tokens")
-    fields: dict[str, Any] = {"memory": part.memory, "memory_size": part.memory.numel(), "pages": part.pages}
+    fields: dict[str, object] = {"memory": part.memory, "memory_size": part.memory.numel(), "pages": part.pages}
     fields |= {"num_pages": count, "max_pages": most, "page_tokens": tokens}
     return {**fields, "page_start": start, "page_stride": stride}
