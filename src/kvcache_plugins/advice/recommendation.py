@@ -162,8 +162,14 @@ def recommend(
     `with_weights`.
 
     Args:
-        model, context, batch_size, new_tokens, dtype, device: see [`predict_memory`].
+        model (`str`, `Path`, `PreTrainedConfig` or `PreTrainedModel`): see [`predict_memory`].
         memory (`int` or `str`): the budget on the device: bytes, or a text such as `"8GiB"` or `"500MB"`.
+        context (`int`): tokens in the cache, for each sequence.
+        batch_size (`int`, *optional*, defaults to 1): sequences, all of the same length.
+        new_tokens (`int`, *optional*, defaults to 0): tokens of the context that were decoded one by one.
+        dtype (`torch.dtype` or `str`, *optional*): dtype of keys and values. Defaults to float32 on `"cpu"` and
+            bfloat16 on `"cuda"`.
+        device (`str`, *optional*, defaults to `"cuda"`): device of the model, `"cuda"` or `"cpu"`.
         host_memory (`int` or `str`, *optional*): the budget in host memory, which some caches use beside a GPU.
             Unlimited by default.
         with_weights (`bool`, *optional*, defaults to `False`): the model's weights, in the dtype, have to fit the
