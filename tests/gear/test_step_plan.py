@@ -193,7 +193,7 @@ def test_other_queries_and_thread_counts_make_new_plans(calls):
 
 
 @torch.no_grad()
-def test_plan_accepts_only_tokens_of_its_shape_and_dtype(calls):
+def test_plan_writes_only_a_token_of_its_shape_and_dtype(calls):
     layer, _ = two_filled("transform")
     attend(layer, *tokens(1))
     plan, tail = layer.plan, layer.storage.tail
@@ -201,17 +201,15 @@ def test_plan_accepts_only_tokens_of_its_shape_and_dtype(calls):
     wide = torch.cat([values, values], dim=3)[..., ::2]
     others = [(keys.bfloat16(), values.bfloat16()), (keys, values.half()), (keys, wide), (keys[:, :1], values[:, :1])]
     others += [(keys.to("meta"), values.to("meta")), (torch.cat([keys, keys]), torch.cat([values, values]))]
-    length = tail.length
-    assert not any(plan.push(tail, *newest) for newest in others)
-    assert tail.length == length and tail.unwritten is None
-    assert plan.push(tail, keys, values)
-    accepted = tail.unwritten
-    # One token waits at a time, and the check of one says nothing of another
-    assert not plan.push(tail, keys.clone(), values)
+    length, tail.length = tail.length, tail.length + 1
+    for newest in others:
+        tail.unwritten = newest
+        with pytest.raises(ValueError, match="the newest token has to be"):
+            plan.attend(query, None, tail)
     tail.unwritten = keys, values
-    with pytest.raises(ValueError, match="accepted"):
+    tail.length = 0
+    with pytest.raises(ValueError, match="the newest token has to be"):
         plan.attend(query, None, tail)
-    tail.unwritten = accepted
     tail.length = tail.capacity + 1
     with pytest.raises(ValueError, match="tokens in use"):
         plan.attend(query, None, tail)
@@ -222,6 +220,22 @@ def test_plan_accepts_only_tokens_of_its_shape_and_dtype(calls):
         plan.attend(query, None, tail)
     tail.storage = storage
     assert plan.attend(query, None, tail) is not None and tail.unwritten is None
+
+
+@torch.no_grad()
+def test_only_contiguous_tokens_wait_for_attention():
+    layer, reference = two_filled("transform")
+    attend(layer, *(first := tokens(1)))
+    attend_anew(reference, *first)
+    plan = layer.plan
+    for is_contiguous in (True, False, True):
+        query, keys, values = tokens(1)
+        own = values if is_contiguous else torch.cat([values, values], dim=3)[..., ::2]
+        expected = attend_anew(reference, query, keys, own.contiguous())
+        states = layer.update(keys, own)
+        assert (layer.storage.tail.unwritten is not None) == is_contiguous
+        assert torch.equal(F.scaled_dot_product_attention(query, *states, enable_gqa=True), expected)
+    assert layer.plan is plan
 
 
 @pytest.mark.parametrize("preset", ["gear-k4v3", "transform"])

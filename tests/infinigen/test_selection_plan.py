@@ -186,28 +186,29 @@ def test_prepared_steps_refuse_other_inputs() -> None:
     for other in (query[..., :8], query.expand(2, -1, -1, -1), query.repeat(1, 2, 1, 1)):
         assert steps.attend(other, None, tail, limits) is None
     assert steps.attend(query, 0.5, tail, limits) is None
-    assert not steps.push(tail, key.double(), value)
+    wide = torch.cat([value, value], dim=3)[..., ::2]
     wrong = [
         {"length": tail.capacity + 1},
         {"length": -1},
         {"storage": tuple(states.double() for states in tail.storage)},
         {"storage": (tail.storage[0], tail.storage[1][:, :, 1:].contiguous())},
         {"storage": tuple(states.transpose(2, 3).contiguous().transpose(2, 3) for states in tail.storage)},
-        {"unwritten": (key, value)},
+        {"unwritten": (key.double(), value)},
+        {"unwritten": (key, value[..., :8])},
+        {"unwritten": (key, wide)},
+        {"unwritten": (key, value), "length": 0},
     ]
     length, storage = tail.length, tail.storage
     for changed in wrong:
         tail.length, tail.storage, tail.unwritten = length, storage, None
         for name, value_of in changed.items():
             setattr(tail, name, value_of)
-        with pytest.raises(ValueError, match="the tail has to be|tokens in use|has to be one that was accepted"):
+        with pytest.raises(ValueError, match="the tail has to be|tokens in use|the newest token has to be"):
             steps.attend(query, None, tail, limits)
     tail.length, tail.storage, tail.unwritten = length, storage, None
-    assert tail.length < tail.capacity and steps.push(tail, key, value)
-    tail.length = 0
-    with pytest.raises(ValueError, match="has to be one that was accepted"):
-        steps.attend(query, None, tail, limits)
-    tail.length = length + 1
+    assert layer._plan.push_into(tail, key, value) and tail.length == length + 1
+    # One token waits at a time
+    assert not layer._plan.push_into(tail, key.clone(), value)
     assert steps.attend(query, None, tail, limits) is not None and tail.unwritten is None
     keys = KeyCodes(scoring.rows["codes"], scoring.rows["scale"], scoring.fitted["spread"], scoring.length, 4)
     for other in (tuple(each.half() for each in tail.storage), tuple(each[:, :2] for each in tail.storage)):

@@ -158,7 +158,7 @@ counts: dict[str, int] = {}
 def pytest_configure() -> None:
     """Sets in before anything asks for a kernel; all tasks are done by one thread."""
     library._function = replayed(library._function)
-    library.find_threads = lambda: lambda kernel, address, threads: kernel(address)
+    library.run_on_threads = lambda kernel, address, threads, flags: kernel(address)
 
 
 def pytest_terminal_summary(terminalreporter) -> None:

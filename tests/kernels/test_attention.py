@@ -141,8 +141,7 @@ def test_prepared_call_attends_to_later_tokens(case, level):
     assert call.is_lasting
     for length in (2, 3, 9):
         query, newest = make_query(case), torch.randn(2, 2, heads, 1, 64).unbind()
-        tail.length = length - 1
-        assert call.push(tail, *newest) and tail.length == length
+        tail.length, tail.unwritten = length, newest
         output = call.attend(query, 0.125, tail)
         assert tail.unwritten is None and torch.equal(tail.keys[:, :, length - 1 :], newest[0])
         parts = [part, DensePart(*tail.storage, length, None)]

@@ -16,7 +16,7 @@ import torch
 
 from kvcache_plugins.formats.parts import DensePart
 from kvcache_plugins.kernels import build, library
-from kvcache_plugins.kernels.c_structs import STRUCTURES
+from kvcache_plugins.kernels.c_structs import STRUCTURES, make
 from kvcache_plugins.kernels.compiled import PreparedCall
 
 
@@ -44,7 +44,7 @@ class TestLevels:
         monkeypatch.setenv("KVCACHE_PLUGINS_CPU_LEVEL", "mmx")
         accepted = f"has to be one of {', '.join(library.levels_here())}, but got 'mmx'"
         with pytest.raises(ValueError, match=f"`KVCACHE_PLUGINS_CPU_LEVEL` {accepted}"):
-            library.function("attend")
+            library.bind("attend", make("AttentionArgs"), 1)
 
     @pytest.mark.skipif(
         not Path("/proc/cpuinfo").exists() or platform.machine() != "x86_64", reason="Linux on x86-64 lists them"
@@ -72,7 +72,7 @@ class TestLevels:
 def pool(request, monkeypatch):
     """Picks PyTorch's threads, or those that take their place on other systems."""
     if request.param == "python":
-        monkeypatch.setattr(library, "find_threads", lambda: library._run_on_python_threads)
+        monkeypatch.setattr(library, "run_on_threads", library._run_on_python_threads)
 
 
 class Call(ctypes.Structure):
@@ -80,7 +80,7 @@ class Call(ctypes.Structure):
 
 
 def run(kernel, call, threads):
-    library.find_threads()(kernel, ctypes.addressof(call), threads)
+    library.run_on_threads(kernel, ctypes.addressof(call), threads, 0)
 
 
 def tasks_done(num_threads: int) -> list[int]:
@@ -148,7 +148,7 @@ class TestThreads:
 @needs_library
 @pytest.mark.skipif(sys.platform != "linux", reason="OpenMP of that kind is Linux's")
 def test_kernels_run_on_the_threads_of_pytorch():
-    assert library.find_threads() is not library._run_on_python_threads
+    assert library.run_on_threads is not library._run_on_python_threads
 
 
 class TestMissing:

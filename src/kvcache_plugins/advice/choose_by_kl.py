@@ -61,12 +61,10 @@ class Turn(NamedTuple):
 
 class HeldOutPrompt:
     """
-    A prompt, or chat, whose prefix fills caches and whose last tokens are scored. Its arguments are those of
-    `choose_cache`.
+    A prompt whose prefix fills caches and whose last tokens are scored. Its arguments are those of `choose_cache`.
 
     Attributes:
-        is_chat (`bool`): True if the prefix is the first turn of a chat.
-        turns (`list[Turn]`): the held-out tokens: one turn, but in a chat.
+        turns (`list[Turn]`): the held-out tokens, in one turn.
         prefix_length, held_out (`int`): number of tokens of both parts.
         mask (`torch.Tensor` of shape `[B, prompt length]`, *optional*): 0 for padding; `None` if there is none.
         padding (`torch.Tensor` of shape `[B]`, *optional*): padding of every sequence.
@@ -81,26 +79,15 @@ class HeldOutPrompt:
     def __init__(
         self,
         model: PreTrainedModel,
-        input_ids: torch.Tensor | Chat,
-        tokenizer: PreTrainedTokenizerBase | None,
-        attention_mask: torch.Tensor | None,
-        held_out: int | None,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        held_out: int | None = None,
     ) -> None:
         self.model = model
         inner = unwrap_model(model)
         self.config: PreTrainedConfig = inner.config
         if model.training:
             raise ValueError("`model` is in training mode, where dropout differs each time: call `model.eval()` first")
-        self.is_chat = isinstance(input_ids, Sequence)
-        parts: list[torch.Tensor] = []
-        if isinstance(input_ids, Sequence):
-            if attention_mask is not None or held_out is not None:
-                raise ValueError(
-                    "`attention_mask` and `held_out` are options of a prompt; of a chat replies are scored"
-                )
-            parts = split_chat(input_ids, tokenizer)
-            input_ids = torch.cat(parts, dim=1)
-            held_out = input_ids.shape[1] - parts[0].shape[1]
         if not isinstance(input_ids, torch.Tensor) or input_ids.dim() != 2 or input_ids.is_floating_point():
             raise ValueError("`input_ids` has to be a tensor of token ids of shape `[batch_size, prompt length]`")
         self.input_ids = input_ids.to(inner.device)
@@ -108,10 +95,6 @@ class HeldOutPrompt:
         self.held_out = _choose_held_out(held_out, self.length)
         self.prefix_length = self.length - self.held_out
         self.turns = [Turn(self.prefix_length, self.length)]
-        if self.is_chat:
-            stops = list(accumulate(part.shape[1] for part in parts))
-            # Every other turn is a reply
-            self.turns = [Turn(*pair, number % 2 == 0) for number, pair in enumerate(pairwise(stops))]
         self.mask = None
         if attention_mask is not None:
             check_left_padding(attention_mask, input_ids)
@@ -191,20 +174,14 @@ class HeldOutPrompt:
     def measure(self, spec: str, cache: PackedCache) -> float:
         """Fill an empty cache, and return its mean KL; a `ValueError` if the prompt is too short to compress."""
         self.fill(cache)
-        least = cache.cache_config.shortest_prompt
-        if not self.is_chat and not cache.stats()["tokens_compressed"]:
+        if not cache.stats()["tokens_compressed"]:
+            least = cache.cache_config.shortest_prompt
             raise ValueError(
                 f"`input_ids` is too short to measure `{spec}`: of the {self.prefix_length} tokens before the "
                 f"{self.held_out} held out it compresses none, as a sequence needs at least {least} there. Give a "
                 "longer prompt, or a smaller `held_out`"
             )
-        kl = self.mean_kl(cache)
-        if not cache.stats()["tokens_compressed"]:
-            raise ValueError(
-                f"`input_ids` is too short for `{spec}`: of the chat's {self.length} tokens it compresses none, "
-                f"as a sequence needs at least {least}"
-            )
-        return kl
+        return self.mean_kl(cache)
 
     def mean_kl(self, cache: PackedCache) -> float:
         """Return the mean KL(dense || cache) over the scored tokens, without padding, of a filled cache."""
@@ -226,6 +203,50 @@ class HeldOutPrompt:
                     total += F.kl_div(log_probs, exact, reduction="sum", log_target=True).item()
                     num_real += len(exact)
         return total / num_real
+
+
+class HeldOutChat(HeldOutPrompt):
+    """
+    A chat whose first turn fills caches and whose replies are scored. Its arguments are those of `choose_cache`.
+
+    Attributes:
+        turns (`list[Turn]`): all turns after the first: a reply, one that is read, and so on.
+    """
+
+    def __init__(self, model: PreTrainedModel, chat: Chat, tokenizer: PreTrainedTokenizerBase | None) -> None:
+        parts = split_chat(chat, tokenizer)
+        input_ids = torch.cat(parts, dim=1)
+        super().__init__(model, input_ids, held_out=input_ids.shape[1] - parts[0].shape[1])
+        stops = list(accumulate(part.shape[1] for part in parts))
+        # Every other turn is a reply
+        self.turns = [Turn(*pair, number % 2 == 0) for number, pair in enumerate(pairwise(stops))]
+
+    def measure(self, spec: str, cache: PackedCache) -> float:
+        """Fill an empty cache, and return its mean KL; a `ValueError` if the chat is too short to compress."""
+        self.fill(cache)
+        kl = self.mean_kl(cache)
+        # The first turn alone may be too short
+        if not cache.stats()["tokens_compressed"]:
+            raise ValueError(
+                f"`input_ids` is too short for `{spec}`: of the chat's {self.length} tokens it compresses none, "
+                f"as a sequence needs at least {cache.cache_config.shortest_prompt}"
+            )
+        return kl
+
+
+def _hold_out(
+    model: PreTrainedModel,
+    input_ids: torch.Tensor | Chat,
+    tokenizer: PreTrainedTokenizerBase | None,
+    attention_mask: torch.Tensor | None,
+    held_out: int | None,
+) -> HeldOutPrompt:
+    """Divide a prompt or a chat; the arguments are those of `choose_cache`."""
+    if not isinstance(input_ids, Sequence):
+        return HeldOutPrompt(model, input_ids, attention_mask, held_out)
+    if attention_mask is not None or held_out is not None:
+        raise ValueError("`attention_mask` and `held_out` are options of a prompt; of a chat replies are scored")
+    return HeldOutChat(model, input_ids, tokenizer)
 
 
 def _states_of(layer: object) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -326,7 +347,7 @@ def choose_cache(
     ```
     """
     check_number("max_kl", max_kl, above=0.0)
-    prompt = HeldOutPrompt(model, input_ids, tokenizer, attention_mask, held_out)
+    prompt = _hold_out(model, input_ids, tokenizer, attention_mask, held_out)
     caches = _create_candidates(prompt, candidates)
     prompt.prefill()
     kl_by_preset: dict[str, float] = {}
@@ -359,7 +380,7 @@ def measure_kl(
     Return the KL of every candidate on a prompt or chat, as [`choose_cache`] measures it with the same arguments; for
     [`recommend`].
     """
-    prompt = HeldOutPrompt(model, input_ids, tokenizer, attention_mask, held_out)
+    prompt = _hold_out(model, input_ids, tokenizer, attention_mask, held_out)
     caches = _create_candidates(prompt, candidates)
     prompt.prefill()
     return {spec: prompt.measure(spec, cache) for spec, cache in caches.items()}

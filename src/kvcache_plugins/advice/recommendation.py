@@ -159,10 +159,17 @@ def recommend(
     List the caches that fit a memory budget, and recommend one of them, from the model's config alone.
 
     The bytes are those of caches. Activations, logits and the framework's own memory are not counted, and weights only
-    `with_weights`. `predict_memory` explains `model`, `context`, `batch_size`, `new_tokens`, `dtype` and `device`.
+    `with_weights`.
 
     Args:
+        model (`str`, `Path`, `PreTrainedConfig` or `PreTrainedModel`): see [`predict_memory`].
         memory (`int` or `str`): the budget on the device: bytes, or a text such as `"8GiB"` or `"500MB"`.
+        context (`int`): tokens in the cache, for each sequence.
+        batch_size (`int`, *optional*, defaults to 1): sequences, all of the same length.
+        new_tokens (`int`, *optional*, defaults to 0): tokens of the context that were decoded one by one.
+        dtype (`torch.dtype` or `str`, *optional*): dtype of keys and values. Defaults to float32 on `"cpu"` and
+            bfloat16 on `"cuda"`.
+        device (`str`, *optional*, defaults to `"cuda"`): device of the model, `"cuda"` or `"cpu"`.
         host_memory (`int` or `str`, *optional*): the budget in host memory, which some caches use beside a GPU.
             Unlimited by default.
         with_weights (`bool`, *optional*, defaults to `False`): the model's weights, in the dtype, have to fit the
@@ -172,6 +179,10 @@ def recommend(
         kl (`Mapping[str, float]`, *optional*): KL of caches on your own text or chat, from [`measure_kl`]. Measured on
             SmolLM2 by default.
         on_progress (`Callable`, *optional*): called with each cache before it is sized.
+
+    Returns:
+        `Recommendation`: `recommended` and `reason`; and `caches`, the memory of each with the largest context and
+        batch size that fit.
 
     Raises:
         ValueError: if an argument is not accepted, there is no such model, or one of `caches` cannot be sized for it.

@@ -12,7 +12,7 @@ import transformers
 from transformers import PreTrainedModel
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
 
-from kvcache_plugins.codecs.rows import RowCodec, SharedFormats
+from kvcache_plugins.codecs.rows import share_formats
 from kvcache_plugins.layers.row_layer import RowLayer
 from kvcache_plugins.models.cache_argument import as_argument, find_cache
 from kvcache_plugins.option_checks import check_integer
@@ -88,9 +88,9 @@ def _find_codecs(
     codecs = {}
     num_sink_tokens = 0
     for layer_idx, layer in layers.items():
-        codec = layer.policy.shared_codec if text is None else layer.codec
-        if isinstance(codec, RowCodec):
-            codecs[layer_idx] = codec if codec.is_shared else RowCodec(SharedFormats(*codec.formats()))
+        codec = share_formats(layer.policy.shared_codec if text is None else layer.codec)
+        if codec is not None:
+            codecs[layer_idx] = codec
             num_sink_tokens = layer.policy.num_sink_tokens
     if not codecs:
         raise ValueError(

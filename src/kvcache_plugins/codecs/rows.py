@@ -157,3 +157,10 @@ class RowCodec(Codec):
             return self
         keys, values = self._formats
         return dataclasses.replace(self, _formats=(keys.map(function), values.map(function)))
+
+
+def share_formats(codec: Codec | None) -> RowCodec | None:
+    """Return a codec of rows, fitted to one sequence, for all sequences of a model; `None` for any other codec."""
+    if not isinstance(codec, RowCodec):
+        return None
+    return codec if codec.is_shared else RowCodec(SharedFormats(*codec.formats()))

@@ -91,15 +91,14 @@ class InfiniGenLayer(LazyLayer):
         self.pool: TokenPool | None = None
         self.scoring: Scoring | None = None
         self._prefetch: Prefetch | None = None
-        self._plan: SelectionPlan | None = None
-        # Plan of steps on a GPU, which a pool that changes does not invalidate
-        self._device_plan: DeviceSelectionPlan | None = None
+        self._plan: SelectionPlan | DeviceSelectionPlan | None = None
         self._check_queries: Callable[[torch.Tensor], None] | None = None
 
     def invalidate_plan(self) -> None:
         """Invalidate the plan: tokens of the pool, or their padding, will change."""
-        # Plans keep memory of the pool as it was
-        self._plan = None
+        # It keeps memory of the pool as it was; plans on a GPU are for any pool
+        if isinstance(self._plan, SelectionPlan):
+            self._plan = None
         if self.pool is not None:
             self.pool.raise_version()
         if self.scoring is not None:
@@ -189,15 +188,9 @@ class InfiniGenLayer(LazyLayer):
         """Store a token `[B, H, 1, D or E]` by the plan of the last step. Return False if there is none for it."""
         pool = self.pool
         plan = self._plan
-        device_plan = self._device_plan
-        if pool is None:
+        if pool is None or plan is None or isinstance(plan, SelectionPlan) and plan.version != pool.version:
             return False
-        if device_plan is not None and not in_caller_context():
-            if not tail.fits(keys, values):
-                return False
-            device_plan.push_into(tail, keys, values)
-            return True
-        return plan is not None and plan.version == pool.version and plan.push(tail, keys, values)
+        return plan.push_into(tail, keys, values)
 
     def _before_update(self) -> None:
         """Move the oldest tokens of a full tail into the pool."""
@@ -357,13 +350,14 @@ class InfiniGenLayer(LazyLayer):
             return None
         if mask is not None and (mask.dtype != torch.bool or mask.shape[1] > 1):
             return None
-        plan = self._device_plan
-        if plan is None or not plan.fits(query, scale):
-            value_dim, dtype = tail.storage[1].shape[3], tail.storage[0].dtype
-            plan = None
-            if can_select(query, pool.num_heads, value_dim, dtype) and pool.addresses_for(query) is not None:
-                plan = DeviceSelectionPlan(query, pool.num_heads, rule_of(self.config), scale)
-            self._device_plan = plan
+        plan = self._plan
+        if isinstance(plan, DeviceSelectionPlan) and plan.fits(query, scale):
+            return plan
+        self._plan = None
+        value_dim, dtype = tail.storage[1].shape[3], tail.storage[0].dtype
+        if not can_select(query, pool.num_heads, value_dim, dtype) or pool.addresses_for(query) is None:
+            return None
+        self._plan = plan = DeviceSelectionPlan(query, pool.num_heads, rule_of(self.config), scale)
         return plan
 
     def _select_on_device(
@@ -529,7 +523,7 @@ class InfiniGenLayer(LazyLayer):
         plan = self._plan
         pool = self.pool
         tail = self.tail
-        if plan is None or pool is None or tail is None or plan.version != pool.version:
+        if pool is None or tail is None or not isinstance(plan, SelectionPlan) or plan.version != pool.version:
             return None
         if self._num_new != 1 or num_tokens != self._length or query.requires_grad:
             return None
@@ -614,6 +608,7 @@ class InfiniGenLayer(LazyLayer):
 
     def _move_to(self, device: torch.device) -> None:
         self.device = device
+        self._plan = None
         pool, self.pool = self.pool, None
         self._map_stored(lambda tensor: tensor.to(device))
         self.pool = pool

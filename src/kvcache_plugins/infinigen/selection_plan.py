@@ -8,6 +8,7 @@ from kvcache_plugins.kernels.kept_selection import KeptSelection
 from kvcache_plugins.kernels.prepared_selection import PreparedSelection
 from kvcache_plugins.layers.exact_tokens import ExactTail
 from kvcache_plugins.layers.step_plan import DroppedOnCopy
+from kvcache_plugins.layers.torch_contexts import in_caller_context
 
 from .config import InfiniGenConfig
 from .selection import limits_of
@@ -37,9 +38,15 @@ class SelectionPlan(DroppedOnCopy):
         self.version = version
         self.num_selected = 0
 
-    def push(self, tail: ExactTail, keys: torch.Tensor, values: torch.Tensor) -> bool:
+    def push_into(self, tail: ExactTail, keys: torch.Tensor, values: torch.Tensor) -> bool:
         """Store a token `[B, H, 1, D or E]`, which `attend` writes. Return False if it has to be appended."""
-        return self._steps.push(tail, keys, values)
+        if tail.unwritten is not None or tail.length == tail.capacity or not tail.fits(keys, values):
+            return False
+        if not (keys.is_contiguous() and values.is_contiguous()):
+            return False
+        tail.unwritten = keys, values
+        tail.length += 1
+        return True
 
     def attend(self, query: torch.Tensor, scale: float | None, tail: ExactTail) -> torch.Tensor | None:
         """Attend with queries `[B, H * G, 1, D]` of the newest token; `None` if the plan is not for such queries."""
@@ -53,11 +60,14 @@ class SelectionPlan(DroppedOnCopy):
 class DeviceSelectionPlan(DroppedOnCopy, KeptSelection):
     """Decode steps by Triton's kernels, over any pool in order and any tail."""
 
-    def push_into(self, tail: ExactTail, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Store a token `[B, H, 1, D or E]` in a tail below its limit."""
+    def push_into(self, tail: ExactTail, keys: torch.Tensor, values: torch.Tensor) -> bool:
+        """Store a token `[B, H, 1, D or E]` in a tail below its limit. Return False if it has to be appended."""
+        if in_caller_context() or not tail.fits(keys, values):
+            return False
         if tail.length == tail.capacity:
             # Once, where many small steps would be more launches
             tail.reserve(tail.limit)
         with self.on_device():
             self.push(keys, values, tail.storage, tail.length)
         tail.length += 1
+        return True

@@ -1,4 +1,4 @@
-"""Row formats, rotary embeddings and bases as the C kernels read them.
+"""Row formats, chunks of groups, rotary embeddings and bases as the C kernels read them.
 
 C reads tensors of a format in place, and trusts only their sizes. Data of a model is made once: pairs of channels and
 their angles, and bases of keys in the order in which C reads them. Structures of a format are kept as long as the
@@ -8,18 +8,19 @@ Legend: B batch, H heads, D channels, K coefficients of a token, P pairs of chan
 """
 
 from functools import cache
-from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
 
+from kvcache_plugins.formats.bits import packed_size
+from kvcache_plugins.formats.groups import QuantizedChunks, channel_bits, num_offsets
 from kvcache_plugins.formats.hadamard import rotation_size
 from kvcache_plugins.formats.quantizer import BLOCK, COEFFICIENTS, MAX_WIDTH, level_gains, level_tables
 from kvcache_plugins.formats.rotary import RotaryLayout, channels_of
 from kvcache_plugins.formats.rows import Basis, RowFormat, scale_of
 
-from .c_structs import CONSTANTS, TILE, Structure, make
+from .c_structs import CONSTANTS, MAX_CHANNELS, TILE, Structure, make
 from .library import level
 
 
@@ -31,14 +32,18 @@ _NUM_WIDTHS = MAX_WIDTH + 1
 # Index of the first bound of each depth of a search, and the number of bounds: see `coding.h`
 _DEPTHS = (0, 16, 32, 48, 64, 80, 112)
 _ALL_DEPTHS = 192
-_FORMATS: "WeakKeyDictionary[RowFormat, Structure]" = WeakKeyDictionary()
+# Structures of what C reads in place
+_DESCRIBED: "WeakKeyDictionary[RowFormat | QuantizedChunks, Structure]" = WeakKeyDictionary()
 # Bases and means of keys by layout and level of instructions
 _BASES: "WeakKeyDictionary[Basis, dict[tuple[RotaryLayout, str], dict[str, torch.Tensor]]]" = WeakKeyDictionary()
 
 
-def c_format_of(row_format: RowFormat, batch_size: int) -> Structure:
-    """Describe a format of the rows of `batch_size` sequences."""
-    known = _FORMATS.get(row_format)
+def c_format_of(row_format: RowFormat, batch_size: int, num_heads: int, head_dim: int) -> Structure:
+    """Describe a format of rows of `batch_size` sequences; a `ValueError` if it is of other heads."""
+    own = row_format.widths.shape[1], row_format.head_dim
+    if own != (num_heads, head_dim):
+        raise ValueError(f"`states` of {num_heads} heads of {head_dim}, a format of {own[0]} of {own[1]}")
+    known = _DESCRIBED.get(row_format)
     if known is not None and known.batch == batch_size:
         return known
     described = make("RowFormat", **_format_fields(row_format, batch_size))
@@ -47,21 +52,33 @@ def c_format_of(row_format: RowFormat, batch_size: int) -> Structure:
             # A copy would not see what is written into the tensor later
             if tensor is not None and not tensor.is_contiguous():
                 return described
-    _FORMATS[row_format] = described
+    _DESCRIBED[row_format] = described
     return described
 
 
-def is_copied(row_format: RowFormat, described: Structure) -> bool:
-    """Return true if the description of a format has copies of its tensors."""
-    return _FORMATS.get(row_format) is not described
+def c_chunks_of(states: QuantizedChunks) -> Structure:
+    """Describe one side of groups."""
+    known = _DESCRIBED.get(states)
+    if known is not None:
+        return known
+    if not all(tensor.is_contiguous() for _, tensor in states.named_tensors()):
+        return make("QuantizedChunks", **_chunk_fields(states.map(torch.Tensor.contiguous)))
+    described = make("QuantizedChunks", **_chunk_fields(states))
+    _DESCRIBED[states] = described
+    return described
 
 
-def _format_fields(row_format: RowFormat, batch_size: int) -> dict[str, Any]:
+def is_copied(stored: RowFormat | QuantizedChunks, described: Structure) -> bool:
+    """Return true if the description of stored tensors has copies of them."""
+    return _DESCRIBED.get(stored) is not described
+
+
+def _format_fields(row_format: RowFormat, batch_size: int) -> dict[str, object]:
     num_heads = row_format.widths.shape[1]
     num_coefficients = row_format.num_coefficients
     widths, mean = row_format.widths, row_format.mean
     deviation = row_format.deviation
-    fields: dict[str, Any] = {
+    fields: dict[str, object] = {
         "batch": batch_size,
         "heads": num_heads,
         "channels": row_format.head_dim,
@@ -88,6 +105,30 @@ def _format_fields(row_format: RowFormat, batch_size: int) -> dict[str, Any]:
     fields["mean"] = None if mean is None else mean.contiguous()
     fields["deviation"] = deviation.contiguous()
     fields["num_deviations"] = num_coefficients if deviation.shape[2] > 1 else 1
+    return fields
+
+
+def _chunk_fields(states: QuantizedChunks) -> dict[str, object]:
+    batch_size, num_heads, chunks, length, _ = states.codes.shape
+    dim, scales = states.head_dim, states.scale.shape
+    by_channel = states.axis == "channel"
+    groups, most = (scales[3], length) if by_channel else (scales[4], dim)
+    if scales[1] not in (1, num_heads) or groups == 0 or most % groups:
+        raise ValueError(f"scales of shape {tuple(scales)} for {num_heads} heads, {length} tokens, {dim} channels")
+    rows, columns = (groups, dim) if by_channel else (length, groups)
+    fields: dict[str, object] = dict(states.named_tensors())
+    if states.low_rank_a is not None:
+        rank = states.low_rank_a.shape[4]
+        if rank > MAX_CHANNELS:
+            raise ValueError(f"low rank of shape {tuple(states.low_rank_a.shape)} for chunks of {length} tokens")
+        fields["rank"] = rank
+    if states.outlier_indices is not None:
+        fields |= {"num_outliers": states.outlier_indices.shape[3], "num_offsets": num_offsets(length, num_heads)}
+        fields |= {"is_wide": states.outlier_indices.dtype == torch.int32}
+    fields |= {"dim": dim, "nbits": states.nbits, "row_size": packed_size(dim, states.nbits), "groups": groups}
+    fields |= {"batch": batch_size, "heads": num_heads, "chunks": chunks, "chunk_length": length}
+    fields |= {"by_channel": by_channel, "scale_heads": scales[1], "scale_rows": rows, "scale_columns": columns}
+    fields |= {"rotation_size": rotation_size(dim) if states.is_rotated else 1, "channel_bits": channel_bits(dim)}
     return fields
 
 

@@ -120,7 +120,7 @@ BLOCK_QUERIES, TILE, MAX_CHANNELS = (CONSTANTS[name] for name in ("BLOCK_QUERIES
 KINDS = {torch.float32: CONSTANTS["F32"], torch.bfloat16: CONSTANTS["BF16"], torch.float16: CONSTANTS["F16"]}
 
 
-def make(name: str, sizes: Mapping[str, int] | None = None, /, **values: Any) -> Structure:
+def make(name: str, sizes: Mapping[str, int] | None = None, /, **values: object) -> Structure:
     """
     Make a structure of `abi.h`. Fields that are not given are 0.
 
@@ -135,7 +135,7 @@ def make(name: str, sizes: Mapping[str, int] | None = None, /, **values: Any) ->
     kind = STRUCTURES[name]
     known = {**sizes, **values} if sizes else values
     stored = dict(values)
-    keepalive: list[Any] = []
+    keepalive: list[ctypes.Array[ctypes.c_void_p]] = []
     for field, value in values.items():
         # Tensors come last: asking whether an object is one takes longer than all else here
         if type(value) in _PLAIN:

@@ -11,19 +11,15 @@ import ctypes
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
-from weakref import WeakKeyDictionary
+from typing import Protocol
 
 import torch
 
-from kvcache_plugins.formats.bits import packed_size
-from kvcache_plugins.formats.groups import QuantizedChunks, channel_bits, num_offsets
-from kvcache_plugins.formats.hadamard import rotation_size
 from kvcache_plugins.formats.parts import DensePart, GroupPart, OpaqueRowPart, PagedRowPart, Part, RowPart
 from kvcache_plugins.formats.positions import START, Positions
 from kvcache_plugins.formats.rows import RowFormat, RowFormats
 
-from .c_formats import c_format_of, is_copied, key_basis_fields, key_basis_sizes, rotary_of
+from .c_formats import c_chunks_of, c_format_of, is_copied, key_basis_fields, key_basis_sizes, rotary_of
 from .c_structs import (
     BLOCK_QUERIES,
     CONSTANTS,
@@ -37,7 +33,7 @@ from .c_structs import (
     make,
     word_offsets,
 )
-from .library import find_threads, function, num_threads
+from .library import bind, num_threads
 from .masks import slice_mask
 
 
@@ -49,8 +45,6 @@ _PART, _EXACT, _ARGS = (word_offsets(name) for name in ("Part", "ExactPart", "At
 _NEXT = _ARGS.tasks + STRUCTURES["Tasks"].next.offset // 8
 _ENDED = _ARGS.tasks + STRUCTURES["Tasks"].ended.offset // 8
 _ROWS_OF_SIDE = STRUCTURES["RowSide"].tensors["rows"]
-# Sides of groups that C reads where they are
-_SIDES: "WeakKeyDictionary[QuantizedChunks, Structure]" = WeakKeyDictionary()
 
 
 class LayerParts:
@@ -123,7 +117,8 @@ class LayerParts:
         chunks, chunk_length = part.keys.num_chunks, part.keys.chunk_length
         if not 0 <= part.length <= chunks * chunk_length:
             raise ValueError(f"{part.length} tokens of {chunks} chunks of {chunk_length}")
-        keys, values = self._side(part.keys), self._side(part.values)
+        keys, values = c_chunks_of(part.keys), c_chunks_of(part.values)
+        self.has_copies |= is_copied(part.keys, keys) or is_copied(part.values, values)
         for side, dim in ((keys, self.sizes["key_dim"]), (values, self.sizes["value_dim"])):
             wanted = self.sizes["batch"], self.sizes["heads"], chunks, chunk_length, dim
             own = tuple(getattr(side, name) for name in ("batch", "heads", "chunks", "chunk_length", "dim"))
@@ -135,18 +130,6 @@ class LayerParts:
         own = tensor.contiguous()
         self.has_copies |= own is not tensor
         return own
-
-    def _side(self, states: QuantizedChunks) -> Structure:
-        """Describe one side of groups."""
-        side = _SIDES.get(states)
-        if side is None:
-            stored = states
-            if not all(tensor.is_contiguous() for _, tensor in states.named_tensors()):
-                stored = states.map(self._contiguous)
-            side = _group_side(stored)
-            if stored is states:
-                _SIDES[states] = side
-        return side
 
     def rows_of(
         self,
@@ -168,8 +151,8 @@ class LayerParts:
         return make(
             "RowPart",
             {**self.sizes, **key_basis_sizes(keys.num_coefficients, rotary.padded_pairs)},
-            keys=self._row_side(key_rows, length, keys, "key_dim", paged),
-            values=self._row_side(value_rows, length, values, "value_dim", paged),
+            keys=self._row_side(key_rows, length, keys, self.sizes["key_dim"], paged),
+            values=self._row_side(value_rows, length, values, self.sizes["value_dim"], paged),
             rotary=rotary,
             first_position=positions.first,
             padding=None if padding is None else padding.cpu().long().contiguous(),
@@ -177,30 +160,29 @@ class LayerParts:
         )
 
     def _row_side(
-        self, rows: torch.Tensor | None, length: int, table: RowFormat, dim_name: str, paged: PagedRowPart | None
+        self, rows: torch.Tensor | None, length: int, row_format: RowFormat, dim: int, paged: PagedRowPart | None
     ) -> Structure:
-        described, dim = c_format_of(table, self.sizes["batch"]), self.sizes[dim_name]
-        self.has_copies |= is_copied(table, described)
-        pages: dict[str, Any] = {}
+        described = c_format_of(row_format, self.sizes["batch"], self.sizes["heads"], dim)
+        self.has_copies |= is_copied(row_format, described)
+        pages: dict[str, object] = {}
         if paged is not None and rows is not None:
-            pages, rows = _page_fields(rows, paged, self.sizes["heads"], table.row_size), None
+            pages, rows = _page_fields(rows, paged, self.sizes["heads"], row_format.row_size), None
         rows = None if rows is None else self._contiguous(rows)
         capacity = length if rows is None else rows.shape[2]
         if (
             capacity < length
-            or not 0 < table.row_size <= MAX_CHANNELS + 1
-            or (described.heads, described.channels) != (self.sizes["heads"], dim)
+            or not 0 < row_format.row_size <= MAX_CHANNELS + 1
             # Only components may be fewer than channels
             or not 0 < described.num_coefficients <= dim
-            or (table.basis is None and described.num_coefficients < dim)
+            or (row_format.basis is None and described.num_coefficients < dim)
         ):
-            own = described.heads, described.channels, described.num_coefficients
-            raise ValueError(f"{length} rows of {table.row_size} bytes and a table of {own} for {dim} channels")
+            own = f"{row_format.row_size} bytes for {described.num_coefficients} numbers"
+            raise ValueError(f"{length} rows of {own} in room for {capacity}, of {dim} channels")
         return make(
             "RowSide",
             self.sizes,
             format=described,
-            row_size=table.row_size,
+            row_size=row_format.row_size,
             capacity=capacity,
             rows=rows,
             **pages,
@@ -224,55 +206,49 @@ class GrowingStates(Protocol):
     unwritten: tuple[torch.Tensor, torch.Tensor] | None
 
 
-class TokenWriter:
-    """Calls that write the newest token behind the others, if it is of the shapes and dtype that they are made for."""
+class TailReader:
+    """
+    Calls that read a tail of exact tokens, and write its newest token behind the others.
 
-    _accepted: tuple[torch.Tensor, torch.Tensor] | None = None
+    Args:
+        sizes (`Mapping[str, int]`): `batch`, `heads`, `key_dim` and `value_dim`.
+        dtype (`torch.dtype`, *optional*): dtype of the tokens.
+        scale (`float`): factor of the scores.
+    """
 
     def __init__(self, sizes: Mapping[str, int], dtype: torch.dtype | None, scale: float):
-        # What exact keys and values are, `[B, H, any, D or E]`, of the dtype, and where they are as C knows it
-        one, dims, self._exact_dtype = (sizes["batch"], sizes["heads"]), (sizes["key_dim"], sizes["value_dim"]), dtype
-        self._kind = tuple((*one, dim, dtype, True) for dim in dims)
-        self._newest_shapes = tuple(torch.Size((*one, 1, dim)) for dim in dims)
+        batch_size, num_heads = sizes["batch"], sizes["heads"]
+        dims = sizes["key_dim"], sizes["value_dim"]
+        # Kind of the storage `[B, H, any, D or E]`, and of the newest token
+        self._kind = tuple((batch_size, num_heads, dim, dtype, True) for dim in dims)
+        self._newest_kind = (*(torch.Size((batch_size, num_heads, 1, dim)) for dim in dims), dtype, dtype, True, True)
+        # Storage whose addresses C has
         self._storage: tuple[torch.Tensor, torch.Tensor] | None = None
-        self._capacity, self._scale, self._threads = 0, scale, num_threads()
+        self._capacity = 0
+        self._scale = scale
+        self._threads = num_threads()
         self._origin = torch.get_num_threads(), os.getpid()
 
-    def push(self, tail: GrowingStates, keys: torch.Tensor, values: torch.Tensor) -> bool:
-        """
-        Count a token `[B, H, 1, D or E]` as the newest of the tail, which `attend` writes. Return False if it cannot
-        do that.
-        """
-        if (
-            tail.unwritten is None
-            and tail.length < tail.capacity
-            and (keys.shape, values.shape) == self._newest_shapes
-            and keys.dtype is values.dtype is self._exact_dtype
-            and keys.is_contiguous()
-            and values.is_contiguous()
-            and keys.is_cpu
-            and values.is_cpu
-        ):
-            self._accepted = tail.unwritten = keys, values
-            tail.length += 1
-            return True
-        return False
 
-
-class PreparedCall(TokenWriter):
+class PreparedCall(TailReader):
     """
     Attention of queries `[B, H * G, Q, D]` over all parts, exact ones behind the others: of these queries, or of later
     ones of their shape and dtype, if only the last part, exact, may grow and none is a copy (`is_lasting`).
     """
 
     def __init__(self, query: torch.Tensor, parts: Sequence[Part], num_heads: int, scale: float):
-        told = LayerParts(query.shape, num_heads, parts[0].head_dims[1])
+        described = LayerParts(query.shape, num_heads, parts[0].head_dims[1])
         for part in parts:
-            told.add(part)
-        super().__init__(told.sizes, None if told.exact is None else told.exact[1].keys.dtype, scale)
-        self.is_lasting = told.exact is not None and not told.has_copies
-        sizes, self._parts = told.sizes, (STRUCTURES["Part"] * len(told.parts))(*told.parts)
-        self._alive, self._shape, self._dtype, self._sizes = told, query.shape, query.dtype, sizes
+            described.add(part)
+        sizes = described.sizes
+        super().__init__(sizes, None if described.exact is None else described.exact[1].keys.dtype, scale)
+        self.is_lasting = described.exact is not None and not described.has_copies
+        self._shape = query.shape
+        self._dtype = query.dtype
+        self._sizes = sizes
+        self._parts = (STRUCTURES["Part"] * len(described.parts))(*described.parts)
+        # Objects that the structures point to
+        self._keepalive = described
         groups, num_queries = query.shape[1] // num_heads, query.shape[2]
         blocks = query.shape[0] * num_heads * -(-groups * num_queries // BLOCK_QUERIES)
         tiles = sum(-(-part.length // TILE) for part in self._parts)
@@ -296,20 +272,19 @@ class PreparedCall(TokenWriter):
             parts=ctypes.addressof(self._parts),
         )
         self._call.tasks.count = blocks * splits
-        self._kernel, self._address = function("attend"), self._call.address
         # Words are written in a third of the time that fields of structures take
         self._words, self._last = as_words(self._call), as_words(self._parts[-1])
-        self._running = min(self._threads, blocks * splits)
+        self._run = bind("attend", self._call, min(self._threads, blocks * splits))
         self._result_shape = *query.shape[:3], sizes["value_dim"]
         self._is_like_query = self._result_shape == query.shape
         # Rows that may be others later: their structure, the words of their part, and the part
         self._rows = [
             (own.inputs["stored"], as_words(words), part)
-            for own, words, part in zip(told.parts[:-1], self._parts, parts, strict=False)
+            for own, words, part in zip(described.parts[:-1], self._parts, parts, strict=False)
             if isinstance(part, RowPart)
         ]
-        if told.exact is not None:
-            self._exact = as_words(told.exact[0])
+        if described.exact is not None:
+            self._exact = as_words(described.exact[0])
 
     def extend(self, parts: Sequence[RowPart | OpaqueRowPart]) -> bool:
         """
@@ -354,7 +329,7 @@ class PreparedCall(TokenWriter):
             others than the call was prepared for.
 
         Raises:
-            ValueError: if exact tokens are not of the dtype and sizes that the call was prepared for.
+            ValueError: if tail or newest token are not of the dtype and sizes that the call was prepared for.
         """
         if (
             query.dtype is not self._dtype
@@ -367,35 +342,38 @@ class PreparedCall(TokenWriter):
         if not query.is_contiguous():
             query = query.contiguous()
         if tail is not None:
-            stored, storage, newest = self._exact, tail.storage, tail.unwritten
-            if storage is not self._storage:
-                keys, values = storage
-                if (kind_of_tokens(keys), kind_of_tokens(values)) != self._kind or keys.shape[2] != values.shape[2]:
-                    raise ValueError(f"exact tokens have to be {self._kind}, as when the call was prepared")
-                stored[_EXACT.keys], stored[_EXACT.values] = keys.data_ptr(), values.data_ptr()
-                stored[_EXACT.capacity] = keys.shape[2]
-                self._storage, self._capacity = storage, keys.shape[2]
+            stored, newest = self._exact, tail.unwritten
+            if tail.storage is not self._storage:
+                self._set_storage(tail.storage)
             if not 0 <= tail.length <= self._capacity:
                 raise ValueError(f"{tail.length} tokens in use of {self._capacity}")
-            if newest is None:
-                stored[_EXACT.newest_key] = stored[_EXACT.newest_value] = 0
-            elif newest is self._accepted and tail.length > 0:
-                stored[_EXACT.newest_key], stored[_EXACT.newest_value] = newest[0].data_ptr(), newest[1].data_ptr()
-            else:
-                raise ValueError("the newest token has to be one that the call has accepted")
+            stored[_EXACT.newest_key] = stored[_EXACT.newest_value] = 0
+            if newest is not None:
+                key, value = newest
+                kind = key.shape, value.shape, key.dtype, value.dtype, key.is_cpu, value.is_cpu
+                if kind != self._newest_kind or not (tail.length and key.is_contiguous() and value.is_contiguous()):
+                    raise ValueError(f"the newest token has to be {self._newest_kind}, contiguous, as in the call")
+                stored[_EXACT.newest_key], stored[_EXACT.newest_value] = key.data_ptr(), value.data_ptr()
             self._last[_PART.length] = tail.length
         # A tensor like another is made in half the time
         result = torch.empty_like(query) if self._is_like_query else query.new_empty(self._result_shape)
         words = self._words
         words[_NEXT] = words[_ENDED] = 0
         words[_ARGS.query], words[_ARGS.result] = query.data_ptr(), result.data_ptr()
-        if self._running == 1:
-            self._kernel(self._address)
-        else:
-            find_threads()(self._kernel, self._address, self._running)
+        self._run()
         if tail is not None:
             tail.unwritten = None
         return result
+
+    def _set_storage(self, storage: tuple[torch.Tensor, torch.Tensor]) -> None:
+        keys, values = storage
+        if (kind_of_tokens(keys), kind_of_tokens(values)) != self._kind or keys.shape[2] != values.shape[2]:
+            raise ValueError(f"exact tokens have to be {self._kind}, as when the call was prepared")
+        stored = self._exact
+        stored[_EXACT.keys], stored[_EXACT.values] = keys.data_ptr(), values.data_ptr()
+        stored[_EXACT.capacity] = keys.shape[2]
+        self._storage = storage
+        self._capacity = keys.shape[2]
 
 
 def kind_of_tokens(states: torch.Tensor) -> tuple[object, ...]:
@@ -403,30 +381,7 @@ def kind_of_tokens(states: torch.Tensor) -> tuple[object, ...]:
     return states.shape[0], states.shape[1], states.shape[3], states.dtype, states.is_contiguous()
 
 
-def _group_side(states: QuantizedChunks) -> Structure:
-    batch_size, num_heads, chunks, length, _ = states.codes.shape
-    dim, scales = states.head_dim, states.scale.shape
-    by_channel = states.axis == "channel"
-    groups, most = (scales[3], length) if by_channel else (scales[4], dim)
-    if scales[1] not in (1, num_heads) or groups == 0 or most % groups:
-        raise ValueError(f"scales of shape {tuple(scales)} for {num_heads} heads, {length} tokens, {dim} channels")
-    rows, columns = (groups, dim) if by_channel else (length, groups)
-    fields: dict[str, Any] = dict(states.named_tensors())
-    if states.low_rank_a is not None:
-        fields["rank"] = states.low_rank_a.shape[4]
-        if fields["rank"] > MAX_CHANNELS:
-            raise ValueError(f"low rank of shape {tuple(states.low_rank_a.shape)} for chunks of {length} tokens")
-    if states.outlier_indices is not None:
-        fields |= {"num_outliers": states.outlier_indices.shape[3], "num_offsets": num_offsets(length, num_heads)}
-        fields |= {"is_wide": states.outlier_indices.dtype == torch.int32}
-    fields |= {"dim": dim, "nbits": states.nbits, "row_size": packed_size(dim, states.nbits), "groups": groups}
-    fields |= {"batch": batch_size, "heads": num_heads, "chunks": chunks, "chunk_length": length}
-    fields |= {"by_channel": by_channel, "scale_heads": scales[1], "scale_rows": rows, "scale_columns": columns}
-    fields |= {"rotation_size": rotation_size(dim) if states.is_rotated else 1, "channel_bits": channel_bits(dim)}
-    return make("QuantizedChunks", **fields)
-
-
-def _page_fields(rows: torch.Tensor, part: PagedRowPart, num_heads: int, row_size: int) -> dict[str, Any]:
+def _page_fields(rows: torch.Tensor, part: PagedRowPart, num_heads: int, row_size: int) -> dict[str, object]:
     """List the fields of rows `[pages, H, tokens of a page, R]` in the memory of their part, to its last byte."""
     count, heads, tokens, size = rows.shape
     start, stride, most = rows.data_ptr() - part.memory.data_ptr(), rows.stride(0), part.pages.shape[1]
@@ -440,6 +395,6 @@ def _page_fields(rows: torch.Tensor, part: PagedRowPart, num_heads: int, row_siz
         or most * tokens < part.length
     ):
         raise ValueError(f"rows {tuple(rows.shape)} of strides {rows.stride()} are no pages of {part.length} tokens")
-    fields: dict[str, Any] = {"memory": part.memory, "memory_size": part.memory.numel(), "pages": part.pages}
+    fields: dict[str, object] = {"memory": part.memory, "memory_size": part.memory.numel(), "pages": part.pages}
     fields |= {"num_pages": count, "max_pages": most, "page_tokens": tokens}
     return {**fields, "page_start": start, "page_stride": stride}

@@ -67,7 +67,7 @@ def decode_rows(rows: torch.Tensor, row_format: RowFormat, positions: Positions 
         "DecodeArgs",
         {**sizes, "row_size": row_format.row_size},
         sizes=_TOKEN_SIZES(**sizes),
-        format=_format(row_format, sizes),
+        format=c_format_of(row_format, sizes["batch"], sizes["heads"], sizes["channels"]),
         capacity=rows.shape[2],
         rows=rows.contiguous(),
         positions=_positions(positions, row_format.rope, sizes),
@@ -148,10 +148,10 @@ def _states(states: torch.Tensor) -> Structure:
     return described
 
 
-def _positions(positions: Positions | None, layout: RotaryLayout | None, sizes: Sizes) -> Structure:
-    """Describe positions and the rotary embedding that is applied or undone there, if there is one."""
+def _positions(positions: Positions | None, layout: RotaryLayout | None, sizes: Sizes) -> Structure | None:
+    """Describe positions and the rotary embedding that is applied or undone there; `None` if there is none."""
     if positions is None or layout is None or not layout.frequencies:
-        return make("TokenPositions")
+        return None
     if layout.head_dim != sizes["channels"]:
         raise ValueError(f"keys of {sizes['channels']} channels, a rotary embedding of {layout.head_dim}")
     padding = None if positions.padding is None else positions.padding.long().contiguous()
@@ -159,27 +159,19 @@ def _positions(positions: Positions | None, layout: RotaryLayout | None, sizes: 
     return make("TokenPositions", sizes, rotary=rotary, first=positions.first, padding=padding)
 
 
-def _format(row_format: RowFormat, sizes: Sizes) -> Structure:
-    described = c_format_of(row_format, sizes["batch"])
-    if (described.heads, described.channels) != (sizes["heads"], sizes["channels"]):
-        wanted = f"{described.heads} of {described.channels}"
-        raise ValueError(f"`states` of {sizes['heads']} heads of {sizes['channels']}, a format of {wanted}")
-    return described
-
-
 def _target(row_format: RowFormat, sizes: Sizes, rows: torch.Tensor | None = None) -> Structure:
     """Describe rows that are written; without them the caller fills in where they are."""
     return make(
         "RowTarget",
         {**sizes, "row_size": row_format.row_size},
-        format=_format(row_format, sizes),
+        format=c_format_of(row_format, sizes["batch"], sizes["heads"], sizes["channels"]),
         capacity=0 if rows is None else rows.shape[2],
         rows=rows,
     )
 
 
 def _encode_args(
-    states: torch.Tensor, sizes: Sizes, positions: Structure, target: Structure, limit: float = 0.0
+    states: torch.Tensor, sizes: Sizes, positions: Structure | None, target: Structure, limit: float = 0.0
 ) -> Structure:
     return make(
         "EncodeArgs",
@@ -197,7 +189,7 @@ def _requantize_args(rows: torch.Tensor, finer: RowFormat, sizes: Sizes, target:
         "RequantizeArgs",
         {**sizes, "source_row_size": finer.row_size},
         sizes=_TOKEN_SIZES(**sizes),
-        source_format=_format(finer, sizes),
+        source_format=c_format_of(finer, sizes["batch"], sizes["heads"], sizes["channels"]),
         source_capacity=rows.shape[2],
         source=rows,
         target=target,
@@ -296,8 +288,8 @@ class PreparedCoding:
         # Sizes that the rows of each part are declared with
         self._known = [target.inputs for target in targets]
         # Positions before this one have angles
-        rotary = encode[0].inputs["positions"].inputs.get("rotary")
-        self._most = sys.maxsize if rotary is None else rotary.tiles * TILE
+        placed = encode[0].inputs["positions"]
+        self._most = sys.maxsize if placed is None else placed.inputs["rotary"].tiles * TILE
         self._states = states
         self._num_heads = states[0].shape[0] * states[0].shape[1]
         self._rows: list[torch.Tensor | None] = [None] * len(parts)

@@ -8,7 +8,7 @@ import os
 import platform
 import threading
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import torch
@@ -74,14 +74,33 @@ def _function(name: str, asked: str | None) -> Callable[[int], None]:
     return _FUNCTION(ctypes.cast(found, ctypes.c_void_p).value or 0)
 
 
-def function(name: str) -> Callable[[int], None]:
-    """The kernel of a name, at this machine's level: a function of the address of its structure."""
-    return _function(name, os.environ.get(_LEVEL_VARIABLE))
-
-
 def num_threads() -> int:
     """Threads that there are for tasks: one in a forked process, for which GNU's OpenMP would never end its work."""
     return torch.get_num_threads() if os.getpid() == _PROCESS else 1
+
+
+def _run_on_python_threads(kernel: Callable[[int], None], address: int, count: int, flags: int) -> None:
+    threads = [threading.Thread(target=kernel, args=(address,)) for _ in range(count - 1)]
+    for thread in threads:
+        thread.start()
+    kernel(address)
+    for thread in threads:
+        thread.join()
+
+
+def _find_threads() -> Callable[[Callable[[int], None], int, int, int], None]:
+    try:
+        # PyTorch's own OpenMP, whose threads are there already: looked for in what PyTorch's library needs itself
+        parallel = ctypes.CDLL(torch._C.__file__).GOMP_parallel
+    except (AttributeError, OSError):
+        return _run_on_python_threads
+    parallel.argtypes = [_FUNCTION, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
+    parallel.restype = None
+    return parallel
+
+
+# Calls a kernel with an address on a number of threads at once, and returns when all have ended; flags are 0
+run_on_threads = _find_threads()
 
 
 def run(name: str, call: Structure, count: int, most_threads: int | None = None) -> None:
@@ -100,28 +119,14 @@ def run(name: str, call: Structure, count: int, most_threads: int | None = None)
     most = torch.get_num_threads() if os.getpid() == _PROCESS else 1
     threads, kernel = min(most_threads or most, count), _function(name, os.environ.get(_LEVEL_VARIABLE))
     if threads > 1:
-        find_threads()(kernel, call.address, threads)
+        run_on_threads(kernel, call.address, threads, 0)
     else:
         kernel(call.address)
 
 
-@cache
-def find_threads() -> Callable[[Callable[[int], None], int, int], None]:
-    """Find a function that calls a kernel on several threads at once, and returns when all have ended."""
-    try:
-        # PyTorch's own OpenMP, whose threads are there already: looked for in what PyTorch's library needs itself
-        parallel = ctypes.CDLL(torch._C.__file__).GOMP_parallel
-    except (AttributeError, OSError):
-        return _run_on_python_threads
-    parallel.argtypes = [_FUNCTION, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
-    parallel.restype = None
-    return lambda kernel, address, count: parallel(kernel, address, count, 0)
-
-
-def _run_on_python_threads(kernel: Callable[[int], None], address: int, count: int) -> None:
-    threads = [threading.Thread(target=kernel, args=(address,)) for _ in range(count - 1)]
-    for thread in threads:
-        thread.start()
-    kernel(address)
-    for thread in threads:
-        thread.join()
+def bind(name: str, call: Structure, threads: int) -> Callable[[], None]:
+    """Return a function without arguments that runs the kernel of a name on its structure, on some threads."""
+    kernel = _function(name, os.environ.get(_LEVEL_VARIABLE))
+    if threads == 1:
+        return partial(kernel, call.address)
+    return partial(run_on_threads, kernel, call.address, threads, 0)

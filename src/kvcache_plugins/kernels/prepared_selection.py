@@ -14,8 +14,8 @@ from typing import NamedTuple
 import torch
 
 from .c_structs import BLOCK_QUERIES, TILE, Structure, as_words, make, word_offsets
-from .compiled import GrowingStates, TokenWriter, kind_of_tokens
-from .library import find_threads, function
+from .compiled import GrowingStates, TailReader, kind_of_tokens
+from .library import bind
 from .selective_attention import SelectionLimits, States, describe_pages, describe_tail, selection_scratch
 from .token_scores import KeyCodes, PreparedRows, code_score_args, row_score_args, sizes_of
 
@@ -40,7 +40,7 @@ class PreparedScores(NamedTuple):
     args: Structure
 
 
-class PreparedSelection(TokenWriter):
+class PreparedSelection(TailReader):
     """
     Steps over stored tokens that do not change, and a tail that grows: scores of all tokens, a selection by weight,
     and attention to selected tokens and the tail. Everything that does not change is checked here.
@@ -91,10 +91,10 @@ class PreparedSelection(TokenWriter):
         self._scores_at = word_offsets(type(args).__name__).scores
         self._selection_doubles = memoryview(selection).cast("B").cast("d")
         blocks = self._heads * -(-queries.query_groups // BLOCK_QUERIES)
-        self._kernels = [
-            self._kernel(scores.kernel, args, blocks * args.splits),
-            self._kernel("select_by_weight", selection, self._heads),
-            self._kernel("attend_selected", attention, blocks),
+        self._runs = [
+            self._prepare_run(scores.kernel, args, blocks * args.splits),
+            self._prepare_run("select_by_weight", selection, self._heads),
+            self._prepare_run("attend_selected", attention, blocks),
         ]
         # Bytes of a thread without those for scores of the tail
         self._scratch_size = selection_scratch(args.length)
@@ -103,12 +103,10 @@ class PreparedSelection(TokenWriter):
         self._sort_sizes = (16 * self._threads, 8 * self._threads * tiles) if tokens.rows else (0, 0)
         self.num_selected = 0
 
-    def _kernel(
-        self, name: str, args: Structure, count: int
-    ) -> "tuple[Callable[[int], None], memoryview[int], int, int]":
-        """Return a kernel, the words and the address of its arguments, and the threads that run `count` tasks."""
+    def _prepare_run(self, name: str, args: Structure, count: int) -> "tuple[Callable[[], None], memoryview[int]]":
+        """Return a run of a kernel's `count` tasks, and the words of its arguments."""
         args.tasks.count = count
-        return function(name), as_words(args), args.address, min(self._threads, count)
+        return bind(name, args, min(self._threads, count)), as_words(args)
 
     def attend(
         self, query: torch.Tensor, scale: float | None, tail: GrowingStates, limits: SelectionLimits
@@ -117,7 +115,7 @@ class PreparedSelection(TokenWriter):
         Attend with the queries of one new token, `[B, H * G, 1, D]` or another shape of as many numbers.
 
         Args:
-            tail (`GrowingStates`): the newest tokens; an unwritten one, as `push` left it, is written.
+            tail (`GrowingStates`): the newest tokens; an unwritten one is written.
             limits (`SelectionLimits`): limits of the selection.
 
         Returns:
@@ -125,7 +123,7 @@ class PreparedSelection(TokenWriter):
             steps were prepared for.
 
         Raises:
-            ValueError: if the tail does not have the prepared dtype and sizes, or its newest token was not pushed.
+            ValueError: if tail or newest token do not have the prepared dtype and sizes.
         """
         if not self._fits(query, scale):
             return None
@@ -134,8 +132,11 @@ class PreparedSelection(TokenWriter):
             self._set_storage(tail.storage)
         if not 0 <= length <= self._capacity:
             raise ValueError(f"{length} tokens in use of {self._capacity}")
-        if newest is not None and (newest is not self._accepted or length == 0):
-            raise ValueError("the newest token has to be one that was accepted")
+        if newest is not None:
+            key, value = newest
+            kind = key.shape, value.shape, key.dtype, value.dtype, key.is_cpu, value.is_cpu
+            if kind != self._newest_kind or not (length and key.is_contiguous() and value.is_contiguous()):
+                raise ValueError(f"the newest token has to be {self._newest_kind}, contiguous, as steps were prepared")
         data = query if query.dtype is torch.float32 and query.is_contiguous() else query.float().contiguous()
         result = data.new_empty((*query.shape[:3], self._value_dim))
         memory = self._reserve(limits.limit, length)
@@ -153,14 +154,11 @@ class PreparedSelection(TokenWriter):
         selection[_SELECTION.newest_value] = 0 if newest is None else newest[1].data_ptr()
         self._attention[_ATTENTION.threads_entered] = 0
         self._attention[_ATTENTION.result] = result.data_ptr()
-        for kernel, words, address, threads in self._kernels:
+        for run, words in self._runs:
             words[_SELECTION.tasks] = 0
-            if threads == 1:
-                kernel(address)
-            else:
-                find_threads()(kernel, address, threads)
+            run()
         del memory
-        self._accepted = tail.unwritten = None
+        tail.unwritten = None
         self.num_selected = selection[_SELECTION.num_selected]
         return result if query.dtype is torch.float32 else result.to(query.dtype)
 

@@ -13,12 +13,10 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple
 
 import torch
 
-from kvcache_plugins.codecs.codec import Codec
-from kvcache_plugins.codecs.groups import GroupCodec
 from kvcache_plugins.formats.parts import DensePart, LayerPart
 from kvcache_plugins.kernels.attention import attend
 from kvcache_plugins.kernels.attention_call import AttentionCall
@@ -31,15 +29,12 @@ from .layer_state import ExactStates, LayerState, SegmentState
 from .lazy_kv import make_lazy_kv
 from .lazy_layer import LazyLayer, MaskedTiles
 from .phase import Phase
-from .policies import LayerPolicy
-from .segments import Segment
+from .policies import AnyCodec, LayerPolicy
 from .step_plan import StepPlan, plan_steps
-from .storage import LayerStorage
+from .storage import AnySegment, LayerStorage
 from .torch_contexts import without_caller_contexts
 
 
-AnySegment = TypeVar("AnySegment", bound=Segment[Any])
-AnyCodec = TypeVar("AnyCodec", Codec, GroupCodec)
 # An update of this many times `residual_length` tokens is a prompt of its own
 _PROMPT_FACTOR = 4
 # Columns of a kept mask are a multiple of this: a single column would broadcast
@@ -164,7 +159,11 @@ class CompressedLayer(LazyLayer, Generic[AnySegment, AnyCodec]):
             return super().update(key_states, value_states)
         if tail.length >= plan.limit and not self._pack_by_plan(plan):
             return super().update(key_states, value_states)
-        if not plan.push(tail, key_states, value_states):
+        is_contiguous = key_states.is_contiguous() and value_states.is_contiguous()
+        if plan.writes_newest and is_contiguous and tail.unwritten is None and tail.length < tail.capacity:
+            tail.unwritten = key_states, value_states
+            tail.length += 1
+        elif not plan.push(tail, key_states, value_states):
             if torch.is_inference_mode_enabled():
                 return super().update(key_states, value_states)
             tail.append(key_states, value_states)

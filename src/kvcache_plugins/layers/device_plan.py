@@ -14,7 +14,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic
 from weakref import WeakMethod
 
 import torch
@@ -26,13 +26,11 @@ from kvcache_plugins.kernels.engine import load_triton
 from kvcache_plugins.kernels.masks import combine_masks, mask_columns, slice_mask
 
 from .exact_tokens import ExactTail
-from .segments import Segment
 from .step_plan import StepPlan
-from .storage import LayerStorage
+from .storage import AnySegment, LayerStorage
 from .torch_contexts import without_caller_contexts
 
 
-AnySegment = TypeVar("AnySegment", bound=Segment[Any])
 # Parts that the device can count the tokens of
 CountedPart = DensePart | GroupPart | RowPart
 # Launches that store a token, keys and values `[B, H, 1, D]`; the last argument is False if the tail has room for it

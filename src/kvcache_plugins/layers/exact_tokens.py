@@ -152,8 +152,8 @@ class ExactTail:
     capacity ends at `limit`, the largest number of tokens in ordinary decoding; a longer update reserves only the
     tokens that it has.
 
-    The newest token may be `unwritten`: the attention kernel copies it into the storage, as four small operations of
-    PyTorch take longer than the rest of an update. Every other reader writes it first.
+    The newest token may be `unwritten`: the attention kernel of a plan copies it into the storage, as four small
+    operations of PyTorch take longer than the rest of an update. Every other reader writes it first.
 
     Attributes:
         storage (two `torch.Tensor` of shape `[B, H, capacity, D]`): keys and values, without the unwritten token.

@@ -23,13 +23,14 @@ from kvcache_plugins.kernels.attention import attend
 from kvcache_plugins.kernels.attention_call import AttentionCall
 from kvcache_plugins.kernels.engine import choose_token_kernel, compiles_kernels, explain_kernel, load_triton
 
-from .compressed_layer import AnyCodec, AnySegment, CompressedLayer
+from .compressed_layer import CompressedLayer
 from .device_plan import DevicePlan, StepCounts, count_tokens, list_addresses, split_open
 from .exact_tokens import ExactTail
 from .layer_state import LayerState
 from .phase import Phase
+from .policies import AnyCodec
 from .step_plan import DroppedOnCopy, StepPlan
-from .storage import LayerStorage
+from .storage import AnySegment, LayerStorage
 from .torch_contexts import without_caller_contexts
 
 

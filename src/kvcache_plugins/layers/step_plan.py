@@ -35,10 +35,12 @@ class StepPlan(DroppedOnCopy):
         version (`int`): of the storage that the plan was made for. A plan of another version must not be run.
         limit (`int`): tokens in the tail at which the next push packs.
         is_of_queries (`bool`): True if another plan may be for queries that this one does not answer.
+        writes_newest (`bool`): True if `attend` writes the newest token of the tail, which may wait `unwritten`.
     """
 
     __slots__ = ("limit", "version")
     is_of_queries = False
+    writes_newest = False
 
     def __init__(self, version: int, limit: int) -> None:
         self.version = version
@@ -64,6 +66,7 @@ class CompiledPlan(PreparedCall, StepPlan):
     """
 
     is_of_queries = True
+    writes_newest = True
 
     def __init__(
         self,
