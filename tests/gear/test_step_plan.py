@@ -146,6 +146,21 @@ def test_copies_and_rollbacks_make_new_plans(preset, calls):
     assert calls
 
 
+@torch.no_grad()
+def test_a_plan_of_another_version_packs_nothing():
+    """The first tokens are packed without it, and attention under a mask makes no new one."""
+    layer, reference = two_filled("transform")
+    for step in range(25):
+        token = tokens(1)
+        mask = None
+        if step >= 2:
+            mask = torch.ones(1, 1, 1, layer.get_seq_length() + 1, dtype=torch.bool)
+            mask[..., 5] = False
+        reference.plan = None
+        assert torch.equal(attend(layer, *token, mask), attend(reference, *token, mask))
+    assert layer.plan is not None and layer.plan.version < layer.storage.version
+
+
 @pytest.mark.parametrize("preset", ["gear-k4v3", "transform:residual_length=20"])
 @torch.no_grad()
 def test_unwritten_token_is_seen_by_every_reader(preset, calls):

@@ -123,6 +123,16 @@ def test_rows_stay_in_place_within_capacity(make_cache):
     require_same_storage(cache, expected)
 
 
+@pytest.mark.parametrize("length", [95, 100])
+def test_masks_have_a_column_for_the_next_token(make_cache, length):
+    """Also where the tokens held are as many as there is capacity for."""
+    states, cache = make_states(120), make_cache(max_cache_len=100)
+    for count in (length, *[1] * 20):
+        fill(cache, states, count)
+        num_columns, first = cache.layers[0].get_mask_sizes(1)
+        assert num_columns > cache.get_seq_length() and first == 0
+
+
 @torch.no_grad()
 def test_forks_attend_to_shared_and_own_tokens(make_cache):
     """Long enough that recent rows are requantized into a segment of the fork's own, which is empty at first."""

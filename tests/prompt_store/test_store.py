@@ -160,6 +160,15 @@ def test_other_settings_and_models_share_nothing(tiny_model, tmp_path):
     assert store.cache_for(model, input_ids, create_cache("transform", model)).get_seq_length() == 512
 
 
+@pytest.mark.parametrize(
+    ("name", "least", "length"), [("kivi-2bit", 300, 320), ("kivi-2bit", 1, 256), ("transform", 1, 68)]
+)
+def test_blocks_are_the_fewest_tokens_that_are_packed_at_once(tiny_llama, tmp_path, name, least, length):
+    store, input_ids = PromptStore(tmp_path, block_tokens=least), prompt(650)
+    store.read(tiny_llama, input_ids, name)
+    assert store.cache_for(tiny_llama, input_ids, name).get_seq_length() == 650 // length * length
+
+
 def test_wrong_options_are_refused(tiny_llama, tmp_path):
     store = PromptStore(tmp_path)
     (tmp_path / "file").touch()

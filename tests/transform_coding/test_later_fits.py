@@ -177,6 +177,33 @@ def test_a_padded_sequence_is_fitted_again_when_it_is_alone():
     assert lengths_of(alone) == lengths_of(padded)
 
 
+def test_recent_rows_of_padded_sequences_keep_their_states():
+    layer, padding = make_layer(), [9, 0]
+    feed(layer, *states(2, 80), padding=padding)
+    feed(layer, *states(2, 230), padding=padding)
+    first = layer.codec
+    while layer.codec is first:
+        before = layer.to_dense("keys")
+        feed(layer, *states(2, 1), padding=padding)
+    recent = layer.storage.segments[-1]
+    assert recent.is_recent and recent.start < before.shape[2] - CONFIG.residual_length
+    newest = slice(recent.start, before.shape[2])
+    error = (layer.to_dense("keys")[:, :, newest] - before[:, :, newest]).square().mean(dim=(1, 2, 3))
+    assert bool((error < 0.01 * before[:, :, newest].square().mean(dim=(1, 2, 3))).all())
+
+
+def test_padding_is_no_part_of_a_later_fit():
+    layer, (keys, values) = make_layer(), states(2, 610)
+    for side in (keys, values):
+        side[1, :, :70] *= 100
+    for tokens in (slice(150), slice(150, 610)):
+        feed(layer, keys[:, :, tokens], values[:, :, tokens], padding=[0, 70])
+    assert layer.codec.fitted_length == 610
+    for side_format in layer.codec.formats():
+        whole, padded = side_format.deviation.float().mean(dim=(1, 2))
+        assert padded < 2 * whole
+
+
 def test_forged_tables_of_blocks_are_refused():
     layer = make_layer()
     feed_in(layer, *states(1, 380), [80, 300])

@@ -68,7 +68,6 @@ def select_tokens(
         forced = (slots < config.sink) | (slots >= most_tokens - config.recent)
     if allowed is not None:
         scores = scores.masked_fill(~allowed.unsqueeze(-2), -torch.inf)
-        forced = forced & allowed
     weights = torch.cat([scores, tail_scores], dim=3).softmax(dim=3).mean(dim=2)[..., :num_slots]
     weights = torch.where(forced, weights + _FORCED, weights)
     if allowed is not None:

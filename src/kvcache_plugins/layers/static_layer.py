@@ -328,7 +328,7 @@ class StaticLayer(CompressedLayer[AnySegment, AnyCodec]):
         states = super().update(key_states, value_states)
         graph = self.graph
         if graph is not None:
-            if self._num_tokens > graph.num_columns:
+            if self._num_tokens >= graph.num_columns:
                 self._prepare_steps()
             elif graph.plan is None:
                 graph.total.fill_(self._num_tokens)
