@@ -213,6 +213,7 @@ SPILLED = {
     ("90", "c16-d128"): 24,
     ("choose", "step-d128-g1-float32"): 8,
     ("90", "push-d256"): 48,
+    ("90", "code-calibrated-values-d128-float32"): 24,
 }
 # Shared memory of a program, in bytes: the least of any GPU since sm_80 (RTX 30 and 40), AMD's, and that of an H200
 MAX_SHARED, MAX_SHARED_AMD, MAX_SHARED_H200 = 99 * 1024, 65536, 232448
@@ -296,7 +297,7 @@ def make_rows(head_dim, num_bytes, is_keys, is_calibrated, num_components=None):
         factors, vectors = by_channel[0].float(), torch.empty(num_heads, head_dim, head_dim, dtype=torch.int8)
         basis = Basis(factors, vectors, factors, vectors[:, :num_components])
     described = (order, mean, deviation, widths, 1 + num_bytes, head_dim, is_keys, basis)
-    num_refits = (5 if is_calibrated else 3) if is_keys else 0
+    num_refits = 5 if is_calibrated else 3 if is_keys else 0
     return CodedRows(rows, RowFormat(*described, num_refits), torch.empty(9, 4))
 
 

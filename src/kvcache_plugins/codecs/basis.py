@@ -26,7 +26,7 @@ _LEAST_SHARE = 1e-4
 _LEAST_ENERGY = 1e-9
 # Largest number in eight bits
 _MOST = 127
-# Times that a key's scale and codes are fitted to each other in the basis of a calibration, at most
+# Times that a token's scale and codes are fitted to each other in the basis of a calibration, at most
 _NUM_REFITS = 5
 
 
@@ -60,7 +60,7 @@ def format_in_basis(mean: torch.Tensor, basis: Basis, widths: torch.Tensor, rope
         rope=rope,
         basis=basis,
         by_energy=not is_key,
-        num_refits=_NUM_REFITS if is_key else 0,
+        num_refits=_NUM_REFITS,
     )
 
 

@@ -103,9 +103,9 @@ class RowFormat:
         is_weighted (`bool`): True if the scale is the one of least weighted error, as of keys; otherwise it shrinks
             nothing.
         basis (`Basis`, *optional*): the basis that tokens are coded in.
-        num_refits (`int`): times that codes are found anew for the scale that was found. Few tokens need it: those
-            with one channel far larger than the others. Their codes would end before it, and they are the ones that
-            many others attend to.
+        num_refits (`int`): times that codes are found anew for the scale that was found, at most. Tokens with one
+            channel far larger than the others need it most: their codes would end before it, and they are the ones
+            that many others attend to.
         rope (`RotaryLayout`, *optional*): the rotary embedding that is undone first.
         is_rotated (`bool`, *optional*, defaults to `False`): True if a Hadamard matrix rotates tokens, see
             `formats.hadamard`.
