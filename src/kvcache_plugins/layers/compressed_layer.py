@@ -159,8 +159,8 @@ class CompressedLayer(LazyLayer, Generic[AnySegment, AnyCodec]):
             return super().update(key_states, value_states)
         if tail.length >= plan.limit and not self._pack_by_plan(plan):
             return super().update(key_states, value_states)
-        is_contiguous = key_states.is_contiguous() and value_states.is_contiguous()
-        if plan.writes_newest and is_contiguous and tail.unwritten is None and tail.length < tail.capacity:
+        can_wait = plan.writes_newest and tail.unwritten is None and tail.length < tail.capacity
+        if can_wait and key_states.is_contiguous() and value_states.is_contiguous():
             tail.unwritten = key_states, value_states
             tail.length += 1
         elif not plan.push(tail, key_states, value_states):
