@@ -44,8 +44,8 @@ _LEAST_OF_STEADY, _LEAST_OF_CHANNEL = 1 / 2, 1 / 256
 _LEAST_SHARED = 1 / 8
 # Least and largest number of float16
 _TINY, _LARGEST = 2.0**-24, torch.finfo(torch.float16).max
-# Times that a key's scale and codes are fitted to each other, at most: KL is 5 to 7 % lower at three bits and more. The
-# same for values would take 4 % more off, but a push of them then spills registers on GPUs
+# Times that a key's scale and codes are fitted to each other, at most: KL is 5 to 7 % lower at three bits and more.
+# With values it would be 4 % lower still, but a push spills registers on GPUs then
 _NUM_REFITS = 3
 # Least reduction of the logarithm of the error for which a layout other than the first is taken
 _LEAST_GAIN = 0.05
