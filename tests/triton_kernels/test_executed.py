@@ -19,7 +19,7 @@ ATTENDED = "test_attention_is_that_of_pytorch and (basis-unlike-dims or tables-s
 CODED = "test_rows_are_those_of_pytorch and (smollm2-tables or odd-dims-basis)"
 # Values of two bits are looked up where numbers are halves
 LOOKED_UP = "test_attention_in_half_precision and tables-smollm2 and not bfloat16"
-PUSHED = "pushes_are_those_of_pytorch and (gear-2bit or k4v3)"
+PUSHED = "pushes_are_those_of_pytorch and k4v3"
 DAILY = [
     (90, "test_attention.py test_rows.py", f"kivi-64 or {ATTENDED} or {LOOKED_UP} or {CODED}"),
     (90, "test_group_push.py", f"{PUSHED} and not preset"),
