@@ -297,7 +297,7 @@ def make_rows(head_dim, num_bytes, is_keys, is_calibrated, num_components=None):
         factors, vectors = by_channel[0].float(), torch.empty(num_heads, head_dim, head_dim, dtype=torch.int8)
         basis = Basis(factors, vectors, factors, vectors[:, :num_components])
     described = (order, mean, deviation, widths, 1 + num_bytes, head_dim, is_keys, basis)
-    num_refits = 5 if is_calibrated else 3 if is_keys else 0
+    num_refits = 5 if is_calibrated else 0
     return CodedRows(rows, RowFormat(*described, num_refits), torch.empty(9, 4))
 
 

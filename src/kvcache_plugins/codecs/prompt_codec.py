@@ -44,9 +44,6 @@ _LEAST_OF_STEADY, _LEAST_OF_CHANNEL = 1 / 2, 1 / 256
 _LEAST_SHARED = 1 / 8
 # Least and largest number of float16
 _TINY, _LARGEST = 2.0**-24, torch.finfo(torch.float16).max
-# Times that a key's scale and codes are fitted to each other, at most: KL is 5 to 7 % lower at three bits and more.
-# With values it would be 4 % lower still, but a push spills registers on GPUs then
-_NUM_REFITS = 3
 # Least reduction of the logarithm of the error for which a layout other than the first is taken
 _LEAST_GAIN = 0.05
 
@@ -268,7 +265,7 @@ def _make_format(
     deviation = torch.where(deviation > 0, deviation.clamp(_TINY, _LARGEST), 0).half()
     is_of_keys = rope is not None
     own = order, mean, deviation, widths.to(torch.uint8), 1 + size, head_dim, is_of_keys
-    return RowFormat(*own, rope=rope, is_rotated=not is_of_keys, num_refits=_NUM_REFITS if is_of_keys else 0)
+    return RowFormat(*own, rope=rope, is_rotated=not is_of_keys)
 
 
 def _read_format(
