@@ -276,6 +276,15 @@ def test_results_are_rounded_to_the_nearest(level, dtype):
     assert torch.equal(output, expected)
 
 
+def test_answers_have_the_dtype_of_queries_that_c_does_not_know():
+    keys = torch.randn(1, 2, 5, 8, dtype=torch.float64)
+    part = DensePart(keys.float(), keys.float(), 5, None)
+    output = attend(keys[:, :, :1], [part], 2, 1.0, "compiled")
+    assert output.dtype == torch.float64
+    expected = F.scaled_dot_product_attention(keys[:, :, :1], keys, keys, scale=1.0)
+    torch.testing.assert_close(output, expected, rtol=0, atol=1e-5)
+
+
 class TestOnlineAttention:
     """The reference, by PyTorch's flash attention for prompts and by products for few tokens."""
 

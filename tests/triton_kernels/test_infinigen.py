@@ -264,6 +264,8 @@ def test_decoded_rows_are_those_of_pytorch(name, dtype, monkeypatch):
     monkeypatch.setenv("KVCACHE_PLUGINS_KERNELS", "triton")
     query = randn(2, 6, 1, dims[0], dtype=dtype).to(DEVICE)
     steps = KeptSelection(query, 3, rule_of(layer.config), 0.2)
+    # Scores of another scale need launches of their own
+    assert steps.fits(query, 0.2) and not steps.fits(query, 0.3)
     tokens = scoring._prepared(pool).tokens
     for _ in range(2):
         found = steps.decode_rows(rows, selection, tokens, pool.version)
