@@ -45,7 +45,7 @@ _NEXT_PHASES = {
     Phase.STORED: {Phase.STORED, Phase.EMPTY},
 }
 # Roundings of logits after a code that rounding has changed
-_ROUNDING_OVER_A_CODE = 20
+_ROUNDING_OVER_A_CODE = 5
 _SEEDS = st.integers(0, 1000)
 # Contexts of PyTorch that calls are made in
 _CONTEXTS = {
