@@ -6,8 +6,7 @@
         yield {"cache": ..., "median_s": ...}
 
 The decorator checks caches before anything is loaded, sets threads, prints the table that `tables` has of the kind,
-and returns what `--json` and `--out` write: commit, date, device, versions, settings and rows. The file of an option
-`--resume` is written after each row.
+and returns what files hold: commit, date, device, versions, settings and rows. That of `--resume` grows row by row.
 
 Help reads this module, so it imports nothing heavy at the top.
 """
@@ -26,7 +25,7 @@ import typer
 from kvcache_plugins.console.results import provenance, write_json
 from kvcache_plugins.registry import check_caches
 
-from .rows import Content, Failure, Found, Settings
+from .rows import Content, Failure, Found, KnownRows, Settings
 
 
 Options = ParamSpec("Options")
@@ -106,6 +105,8 @@ class Result:
         """Add what a benchmark yields."""
         if isinstance(found, Failure):
             self.fail(*found)
+        elif isinstance(found, KnownRows):
+            self.rows += found
         elif isinstance(found, Settings):
             self.settings |= found
         elif isinstance(found, Content):

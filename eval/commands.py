@@ -8,17 +8,17 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from kvcache_plugins.console.display import track_progress
 from kvcache_plugins.console.inputs import ModelOption, read_text
-from kvcache_plugins.console.results import provenance
+from kvcache_plugins.console.results import find_commit
 
 from .benchmark import benchmark, say
 from .result_files import read_result
-from .rows import Content, Found, Settings
+from .rows import Content, Found, KnownRows, Settings
 
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def survey_families(
     own = {"bits": bits, "seconds": seconds, "media": media, "families": pattern, "caches": " ".join(cases)}
     done = _finished_rows(resume, own)
     remaining = [name for name in families if name not in {row["family"] for row in done}]
-    yield from done
+    yield done
     # The file has this list, which is empty at the end
     yield Content(remaining=remaining)
     with track_progress(len(remaining)) as announce:
@@ -73,17 +73,15 @@ def survey_families(
             yield asdict(result)
 
 
-def _finished_rows(path: Path | None, settings: dict[str, object]) -> list[dict[str, Any]]:
+def _finished_rows(path: Path | None, settings: dict[str, object]) -> KnownRows:
     """Return rows of a survey's file, if there is one; refuse one of another commit or with other settings."""
-    import torch
-
     if path is None or not path.exists():
-        return []
+        return KnownRows()
     content = read_result(path)
     known = {key: content["settings"].get(key) for key in settings}
-    if known != settings or content["commit"] != provenance(torch.device("cpu"))["commit"]:
+    if known != settings or content["commit"] != find_commit():
         raise ValueError(f"`resume`: {path} was made at another commit or with other settings")
-    return list(content["rows"])
+    return KnownRows(content["rows"])
 
 
 def write_report(

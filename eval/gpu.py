@@ -60,7 +60,7 @@ from .benchmarks.step import llama, random_model, time_steps
 from .harness import QUARTILES, cache_stats, spread, time_call
 from .observers import TransferTimes
 from .result_files import read_result
-from .rows import Failure, Found
+from .rows import Failure, Found, KnownRows
 from .tables import RENDERERS, render_result
 
 
@@ -161,7 +161,7 @@ def random_tokens(model: PreTrainedModel, count: int, batch_size: int = 1) -> to
 def add_timed(report: Result, timed: Iterable[Found], more: Mapping[str, Mapping[str, Any]] | None = None) -> None:
     """Take timings with `more` fields of a cache's row, and print their medians and quartiles; failures too."""
     for found in timed:
-        if isinstance(found, Failure):
+        if isinstance(found, Failure | KnownRows):
             report.take(found)
             continue
         name = str(found.get("cache", found.get("name")))

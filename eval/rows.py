@@ -19,5 +19,9 @@ class Content(dict[str, Any]):
     """Fields of a result beside its rows. `device` and `versions` take the place of what is the rule."""
 
 
+class KnownRows(list[dict[str, Any]]):
+    """Rows of an earlier run, which its file has already."""
+
+
 # A row is any other mapping
-Found = Mapping[str, Any] | Failure
+Found = Mapping[str, Any] | Failure | KnownRows

@@ -228,8 +228,5 @@ def run_sweep(sweep: Sweep, runs: list[Run], announce: Callable[[str], None]) ->
             continue
         seconds, origin = time.perf_counter() - started, provenance(loaded[0].device)
         path = sweep.out / run.file_name()
-        # Renamed when it is whole, so that an interruption never leaves half a result
-        unfinished = path.with_suffix(".partial")
-        write_json(unfinished, {"benchmark": "sweep", **origin, "settings": asdict(run), "seconds": seconds, **found})
-        os.replace(unfinished, path)
+        write_json(path, {"benchmark": "sweep", **origin, "settings": asdict(run), "seconds": seconds, **found})
         yield run, None

@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kvcache_plugins.files.atomic import new_file
+
 from .inputs import JsonOption
 
 
@@ -46,9 +48,15 @@ def _finite(value: object) -> object:
 
 
 def write_json(path: Path, content: Mapping[str, object]) -> None:
-    """Write an indented JSON file, and make its folder."""
+    """Write an indented JSON file, completely or not at all, and make its folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    text = json.dumps(content, indent=2) + "\n"
+    if path.exists() and not path.is_file():
+        # A device, such as standard output
+        path.write_text(text, encoding="utf-8")
+        return
+    with new_file(path) as file:
+        file.write(text.encode())
 
 
 @contextmanager
@@ -108,14 +116,14 @@ def provenance(device: "torch.device") -> dict[str, object]:
     names = ("torch", "transformers", *(["triton"] if device.type == "cuda" else []))
     versions = {"python": platform.python_version(), **{name: metadata.version(name) for name in names}}
     return {
-        "commit": _commit(),
+        "commit": find_commit(),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else where,
         "versions": {**versions, "kvcache_plugins": metadata.version("kvcache-plugins")},
     }
 
 
-def _commit() -> str | None:
+def find_commit() -> str | None:
     """Return the checkout's commit, marked if files differ, or `KVCACHE_PLUGINS_COMMIT` for an installed package."""
     here = Path(__file__).resolve()
     # An installed package may be inside another repository, whose commit says nothing about it
