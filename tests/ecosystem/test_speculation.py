@@ -74,8 +74,13 @@ def test_multi_token_prediction_generates_the_same_tokens(name, drafting, genera
     from transformers.modeling_layers import MtpModel
 
     def make(main_model, **options):
-        torch.manual_seed(5)
-        return MtpModel(main_model, 2).eval()
+        torch.manual_seed(9)
+        drafter = MtpModel(main_model, 2).eval()
+        # Transformers 5.24 leaves the experts of drafting layers as memory happened to be
+        for layer in drafter.layers:
+            for weights in layer.mtp_block.mlp.experts.parameters():
+                torch.nn.init.normal_(weights, std=0.4)
+        return drafter
 
     # A checkpoint has trained drafting layers; these are random
     monkeypatch.setattr(MtpModel, "from_pretrained", make)
@@ -85,9 +90,8 @@ def test_multi_token_prediction_generates_the_same_tokens(name, drafting, genera
     cache = create_cache(name, drafting, **EXACT[name])
     drafted, counts = count_forwards(drafting, lambda: generate(drafting, ids, cache, use_mtp=True, **options))
     assert torch.equal(drafted, expected) and cache.get_seq_length() == 150 + 39
-    # Forwards have the prompt, or a token and two drafts; 40 of them would mean that none was accepted. Their number
-    # depends on rounding, as the drafting layers are random
-    assert counts == [150] + [3] * (len(counts) - 1) and 14 < len(counts) < 40
+    # Forwards have the prompt, or a token and two drafts; 40 of them would mean that none was accepted
+    assert counts == [150] + [3] * (len(counts) - 1) and 14 < len(counts) < 36
 
 
 @pytest.mark.filterwarnings("ignore:the whole cache is fetched")
