@@ -153,6 +153,8 @@ class TokenSlots:
         keys, values (`torch.Tensor` of shape `[B, H, S, D]`): states.
         positions (`torch.Tensor` of shape `[B, H, S]`, int32): positions of the tokens, `FREE` for a free slot.
         weights (`torch.Tensor` of shape `[B, H, S]`, float32): attention weights so far.
+        newest_weights (`torch.Tensor` of shape `[B, H, queries, S]`, *optional*): weights from the newest queries of
+            the last update, which a rollback revokes. There are none while tokens are added or evicted.
         num_used (`int`): upper bound of the tokens of a sequence and head.
     """
 
@@ -161,6 +163,7 @@ class TokenSlots:
         self.values = values
         self.positions = positions.to(torch.int32)
         self.weights = weights.float()
+        self.newest_weights: torch.Tensor | None = None
         self.num_used = keys.shape[2]
 
     def count(self) -> torch.Tensor:
@@ -213,10 +216,19 @@ class TokenSlots:
             self.positions.masked_fill_(~torch.zeros_like(wanted).scatter_(2, slots, kept), FREE)
         self.num_used = min(self.num_used, max_budget)
 
-    def drop_from(self, position: int) -> None:
-        """Remove the tokens from `position` on."""
-        self.positions.masked_fill_(self.positions >= position, FREE)
+    def commit_weights(self) -> None:
+        """Add the weights of the newest queries to those so far."""
+        if self.newest_weights is not None:
+            self.weights.add_(self.newest_weights.sum(dim=2))
+            self.newest_weights = None
+
+    def drop_newest(self, count: int, length: int) -> None:
+        """Remove the newest `count` of `length` tokens, and revoke the weights of their queries."""
+        self.positions.masked_fill_(self.positions >= length - count, FREE)
         self.num_used = int(self.count().amax())
+        if self.newest_weights is not None:
+            num_remaining = self.newest_weights.shape[2] - count
+            self.newest_weights = self.newest_weights[:, :, :num_remaining].clone() if num_remaining > 0 else None
 
     def dense(self, side: str, length: int) -> torch.Tensor:
         """Return `"keys"` or `"values"` `[B, H, length, D]` in the order of positions, zero for missing tokens."""
@@ -232,6 +244,17 @@ class TokenSlots:
         self.values = function(self.values)
         self.positions = function(self.positions)
         self.weights = function(self.weights)
+        if self.newest_weights is not None:
+            self.newest_weights = function(self.newest_weights)
+
+    def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield every tensor with the name of its kind."""
+        yield "kept", self.keys
+        yield "kept", self.values
+        yield "index", self.positions
+        yield "index", self.weights
+        if self.newest_weights is not None:
+            yield "index", self.newest_weights
 
 
 def _as_index(slots: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
@@ -284,8 +307,6 @@ class H2OLayer(LazyLayer):
         self._prompt_length = 0
         # Weights `[B, H, L]` of a prompt that is not committed yet
         self._prompt_weights: torch.Tensor | None = None
-        # Weights `[B, H, queries, S]` of the newest queries of the last update
-        self._revocable: torch.Tensor | None = None
         # True if the attention of the last update was seen, or the update was a prompt
         self._attended = False
         # True if the weights of every query were counted
@@ -360,19 +381,22 @@ class H2OLayer(LazyLayer):
 
     def _count_weights(self, queries: slice, weights: torch.Tensor) -> None:
         """Count weights `[B, H, queries, S]` of the last update; keep those that may be revoked apart."""
-        assert self.slots is not None
+        slots = self.slots
+        assert slots is not None
         if self._num_new == 1:
             weights = weights.sum(dim=2, keepdim=True)
-            self._revocable = weights if self._revocable is None else self._revocable + weights
+            slots.newest_weights = weights if slots.newest_weights is None else slots.newest_weights + weights
             return
         first = self._length - self._num_new + queries.start
         real = self._left_padding.valid_tokens(first, weights.shape[2], self.device)
         if real is not None:
             weights = weights * real[:, None, :, None]
         num_final = min(max(self._num_new - _NUM_REVOCABLE - queries.start, 0), weights.shape[2])
-        self.slots.weights.add_(weights[:, :, :num_final].sum(dim=2))
+        slots.weights.add_(weights[:, :, :num_final].sum(dim=2))
         newest = weights[:, :, num_final:]
-        self._revocable = newest if self._revocable is None else torch.cat([self._revocable, newest], dim=2)
+        if slots.newest_weights is not None:
+            newest = torch.cat([slots.newest_weights, newest], dim=2)
+        slots.newest_weights = newest
 
     def _before_update(self) -> None:
         """Add the weights of the last update, and evict tokens beyond the budget."""
@@ -382,9 +406,7 @@ class H2OLayer(LazyLayer):
             self._miss_weights()
             # Not again, should this update fail
             self._attended = True
-        if self._revocable is not None:
-            self.slots.weights.add_(self._revocable.sum(dim=2))
-            self._revocable = None
+        self.slots.commit_weights()
         self._evict()
 
     def _miss_weights(self) -> None:
@@ -452,23 +474,15 @@ class H2OLayer(LazyLayer):
 
     def _drop_newest(self, count: int) -> None:
         assert self.slots is not None, "a prompt is stored before it is cropped"
-        self.slots.drop_from(self._length - count)
-        if self._revocable is not None:
-            num_remaining = self._revocable.shape[2] - count
-            self._revocable = self._revocable[:, :, :num_remaining].clone() if num_remaining > 0 else None
+        self.slots.drop_newest(count, self._length)
 
     def _map_stored(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         if self.slots is not None:
             self.slots.map(function)
-        if self._revocable is not None:
-            self._revocable = function(self._revocable)
 
     def _stored_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         if self.slots is not None:
-            yield from (("kept", states) for states in (self.slots.keys, self.slots.values))
-            yield from (("index", numbers) for numbers in (self.slots.positions, self.slots.weights))
-        if self._revocable is not None:
-            yield "index", self._revocable
+            yield from self.slots.named_tensors()
 
     def stats(self) -> dict[str, int]:
         kept = self._length if self.slots is None else int(self.slots.count().amax())
