@@ -53,7 +53,8 @@ def survey_families(
         kvcache-plugins models --media 'qwen*'
         kvcache-plugins models --media --resume media_families.json
     """
-    from .families import PROMPT_LENGTH, cases_of, family_names, media_family_names, own_cases, try_families
+    from .families import PROMPT_LENGTH, cases_of, own_cases, try_families
+    from .tiny_models import family_names, media_family_names
 
     names = media_family_names() if media else family_names()
     families = [name for name in names if fnmatchcase(name, pattern)]

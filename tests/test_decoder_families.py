@@ -18,7 +18,8 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from kvcache_plugins import PromptStore, create_cache, list_caches
-from kvcache_plugins.eval import families
+from kvcache_plugins.eval import tiny_models
+from kvcache_plugins.eval.families import is_refusal
 from kvcache_plugins.models.layer_config import decoder_config
 from kvcache_plugins.packed.cache import PackedCache
 
@@ -75,12 +76,12 @@ def test_a_preset_is_made_of_every_released_config(name: str, released_configs) 
 @pytest.fixture
 def build(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], PreTrainedModel]:
     """Builds a tiny model of a family, with heads of the released dimensions."""
-    sizes = {name: size for name, size in families._SIZES.items() if "head_dim" not in name}
-    monkeypatch.setattr(families, "_SIZES", sizes)
-    for family, fields in families.SPECIAL_FIELDS.items():
+    sizes = {name: size for name, size in tiny_models._SIZES.items() if "head_dim" not in name}
+    monkeypatch.setattr(tiny_models, "_SIZES", sizes)
+    for family, fields in tiny_models.SPECIAL_FIELDS.items():
         own = {name: value for name, value in fields.items() if "head_dim" not in name}
-        monkeypatch.setitem(families.SPECIAL_FIELDS, family, own)
-    return families.build_family
+        monkeypatch.setitem(tiny_models.SPECIAL_FIELDS, family, own)
+    return tiny_models.build_family
 
 
 @pytest.mark.parametrize(
@@ -105,12 +106,12 @@ def test_every_family_is_filled_saved_and_loaded_or_refused(name: str, build, tm
         try:
             fill_save_and_load(build(family), name, tmp_path / "cache")
         except ValueError as error:
-            assert families.is_refusal(error), family
+            assert is_refusal(error), family
 
 
 @torch.no_grad()
 def fill_save_and_load(model: PreTrainedModel, name: str, path: Path) -> PackedCache:
-    prompt, token = families.prompt(model, 150, 1), families.prompt(model, 1, 2)
+    prompt, token = tiny_models.prompt(model, 150, 1), tiny_models.prompt(model, 1, 2)
     cache = create_cache(name, model)
     for tokens in (prompt, token):
         model(tokens, past_key_values=cache)
@@ -125,7 +126,7 @@ def fill_save_and_load(model: PreTrainedModel, name: str, path: Path) -> PackedC
 @pytest.mark.parametrize("name", ["transform", "gear-4bit"])
 def test_a_store_keeps_a_prompt_of_layers_that_share_states(name: str, build, tmp_path: Path) -> None:
     model = build("gemma4_text")
-    prompt = families.prompt(model, 300, 1)
+    prompt = tiny_models.prompt(model, 300, 1)
     PromptStore(tmp_path).read(model, prompt, name)
     store = PromptStore(tmp_path)
     cache = store.read(model, prompt, name)

@@ -42,10 +42,10 @@ FLOORS: tuple[set[str], ...] = (
 )
 # `eval/` is a house of its own.
 EVAL_FLOORS: tuple[set[str], ...] = (
-    {"context_tasks", "harness", "kernel_check", "observers", "result_files", "rows"},
-    {"continuations", "tables"},
+    {"context_tasks", "harness", "inexact_cache", "kernel_check", "media", "observers", "result_files", "rows"},
+    {"continuations", "tables", "tiny_models"},
     {"benchmark", "figures"},
-    {"measures", "families", "media", "report", "runahead"},
+    {"measures", "families", "report", "runahead"},
     {"lm_eval_model"},
     {"tasks"},
     {"benchmarks", "sweep"},

@@ -14,6 +14,14 @@ from kvcache_plugins.console import inputs
 from kvcache_plugins.console.display import track_progress
 from kvcache_plugins.eval.benchmark import benchmark, loaded_settings
 from kvcache_plugins.eval.rows import Found, Settings
+from kvcache_plugins.registry import register_cache
+
+
+register_cache(
+    "inexact",
+    "kvcache_plugins.eval.inexact_cache:InexactCache",
+    summary="dense states with random errors of as many bits, to compare with",
+)
 
 
 @benchmark("fidelity", "{model} on {text_file}: {windows} x {scored} tokens scored after {prefix}, fewest bytes first")

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer, DynamicCache
 
 from kvcache_plugins import TransformCodingCache, choose_cache, create_cache, measure_kl
 from kvcache_plugins.advice.choose_by_kl import DEFAULT_CANDIDATES
-from kvcache_plugins.eval.families import build_family
+from kvcache_plugins.eval.tiny_models import build_family
 from kvcache_plugins.layers.compressed_layer import CompressedLayer
 from kvcache_plugins.registry import parse_cache_spec
 

@@ -15,7 +15,7 @@ from kvcache_plugins import H2OCache, create_cache
 from kvcache_plugins.baselines import h2o
 from kvcache_plugins.baselines.h2o import H2OLayer, attend_and_weigh, sum_weights
 from kvcache_plugins.contract import CONTRACT, run_check
-from kvcache_plugins.eval.families import build_family
+from kvcache_plugins.eval.tiny_models import build_family
 from kvcache_plugins.kernels.attention_call import AttentionCall
 from kvcache_plugins.reports.memory import reachable_tensors
 

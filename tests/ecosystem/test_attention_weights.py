@@ -10,7 +10,8 @@ from transformers import DynamicCache
 
 from kvcache_plugins import create_cache
 from kvcache_plugins.eval import families as survey
-from kvcache_plugins.eval.families import build_family, family_names, own_cases, prompt
+from kvcache_plugins.eval.families import own_cases
+from kvcache_plugins.eval.tiny_models import build_family, family_names, prompt
 from kvcache_plugins.models.cache_argument import as_argument
 
 

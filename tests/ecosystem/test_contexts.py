@@ -14,7 +14,7 @@ import torch
 from transformers import Cache, DynamicCache, PreTrainedModel
 
 from kvcache_plugins import list_caches
-from kvcache_plugins.eval.families import build_family
+from kvcache_plugins.eval.tiny_models import build_family
 from kvcache_plugins.layers.static_group_layer import StaticGroupLayer
 from kvcache_plugins.layers.static_row_layer import StaticRowLayer
 

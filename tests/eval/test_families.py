@@ -24,21 +24,20 @@ from kvcache_plugins.eval.families import (
     CacheMaker,
     Case,
     Form,
-    InexactCache,
     Outcome,
     Prepare,
     Reference,
-    build_family,
     cases_of,
-    family_names,
     generate,
     own_cases,
-    prompt,
     try_cache,
     try_families,
     try_family,
 )
+from kvcache_plugins.eval.inexact_cache import InexactCache
+from kvcache_plugins.eval.media import TOKEN, media_inputs
 from kvcache_plugins.eval.tables import render_families
+from kvcache_plugins.eval.tiny_models import build_family, family_names, media_family_names, prompt
 from kvcache_plugins.layers.group_layer import GroupLayer
 from kvcache_plugins.layers.row_layer import RowLayer
 
@@ -208,7 +207,7 @@ def test_cache_that_depends_on_how_it_is_used_fails(reference: Reference) -> Non
     seeds = iter(range(100))
 
     def make_cache() -> InexactCache:
-        cache = InexactCache(reference.model.config, (4.0, 4.0))
+        cache = InexactCache(reference.model)
         cache._generator.manual_seed(next(seeds))
         return cache
 
@@ -301,7 +300,7 @@ ALSO_PICTURED = ["idefics3", "llava", "llava_next", "paligemma", "qwen2_vl", "qw
     "family", [*PICTURED, *(pytest.param(each, marks=pytest.mark.long) for each in ALSO_PICTURED)]
 )
 def test_presets_work_with_pictures_and_sounds(family: str) -> None:
-    if family not in survey.media_family_names():
+    if family not in media_family_names():
         pytest.skip("of a later release of Transformers")
     names = ("transform", "gear-4bit", "kivi-2bit", "infinigen", "h2o")
     cases = {name: each for name, each in own_cases(has_media=True).items() if name in names}
@@ -317,17 +316,17 @@ def test_a_picture_follows_from_the_token_before_it() -> None:
     runs = []
     for first in (7, 8):
         tokens[:, 4] = first
-        inputs = survey.media_inputs(model, tokens)
-        assert (tokens == survey.TOKEN).sum() == 4 and inputs["pixel_values"].shape == (1, 3, 28, 28)
+        inputs = media_inputs(model, tokens)
+        assert (tokens == TOKEN).sum() == 4 and inputs["pixel_values"].shape == (1, 3, 28, 28)
         runs.append(inputs["pixel_values"])
     assert not torch.equal(*runs)
-    assert survey.media_inputs(model, tokens, start=10) == {}
+    assert media_inputs(model, tokens, start=10) == {}
 
 
 @pytest.mark.long
 @pytest.mark.slow
 def test_presets_work_on_most_families_with_media() -> None:
-    families = survey.media_family_names()
+    families = media_family_names()
     found = try_families(families, own_cases(has_media=True), has_media=True)
     results = [result for result in found if not result.dense]
     assert len(results) >= 60

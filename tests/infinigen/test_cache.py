@@ -16,8 +16,8 @@ from decoding import EVERYTHING, TENTH, assert_same, decode_logits, make_model, 
 from transformers import DynamicCache, PreTrainedModel
 
 from kvcache_plugins import InfiniGenCache, InfiniGenTransformCache, create_cache
-from kvcache_plugins.eval.families import build_family
 from kvcache_plugins.eval.observers import HitCounter
+from kvcache_plugins.eval.tiny_models import build_family
 from kvcache_plugins.infinigen.config import InfiniGenConfig
 from kvcache_plugins.infinigen.hooks import hooks_of
 from kvcache_plugins.infinigen.pool import PAGE_TOKENS, TokenPool

@@ -5,7 +5,8 @@ import torch
 from transformers import Cache, DynamicCache
 
 from kvcache_plugins import H2OCache, InfiniGenCache, TransformCodingCache
-from kvcache_plugins.eval.families import build_family, generate, prompt
+from kvcache_plugins.eval.families import generate
+from kvcache_plugins.eval.tiny_models import build_family, prompt
 
 
 def test_indexer_keys_follow_operations_on_their_tokens() -> None:

@@ -12,7 +12,7 @@ from transformers.models.phi.modeling_phi import PhiRotaryEmbedding
 from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLTextConfig, Qwen2VLTextModel
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextConfig, Qwen3VLTextModel
 
-from kvcache_plugins.eval.families import build_family
+from kvcache_plugins.eval.tiny_models import build_family
 from kvcache_plugins.formats.rotary import RotaryEmbedding
 from kvcache_plugins.models.rotary_frequencies import rotary_embedding
 

@@ -11,7 +11,8 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from kvcache_plugins import PromptStore, create_cache
-from kvcache_plugins.eval.families import build_family, generate, prompt
+from kvcache_plugins.eval.families import generate
+from kvcache_plugins.eval.tiny_models import build_family, prompt
 from kvcache_plugins.files.records import read_record, write_record
 from kvcache_plugins.layers.row_layer import RowLayer
 from kvcache_plugins.models.cache_argument import as_argument, reading_options

@@ -11,7 +11,7 @@ from transformers import DynamicCache, PreTrainedModel
 from kvcache_plugins import TransformCodingCache, choose_cache, create_cache, measure_memory, predict_memory
 from kvcache_plugins.advice.choose_by_kl import default_candidates
 from kvcache_plugins.contract import CONTRACT, run_contract
-from kvcache_plugins.eval.families import build_family
+from kvcache_plugins.eval.tiny_models import build_family
 from kvcache_plugins.models.cache_argument import as_argument
 from kvcache_plugins.models.rotary_frequencies import rotary_embedding
 from kvcache_plugins.transform_coding import TransformCalibration, calibrate_transform

@@ -200,7 +200,8 @@ def test_gear_keeps_windows_dense(make_mistral):
 
 
 def test_chunked_attention_is_treated_as_a_window(tiny_model):
-    from kvcache_plugins.eval.families import build_family, generate, prompt
+    from kvcache_plugins.eval.families import generate
+    from kvcache_plugins.eval.tiny_models import build_family, prompt
 
     model = build_family("llama4_text")
     tokens = prompt(model, 60, 1)
