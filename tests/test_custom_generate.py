@@ -52,7 +52,7 @@ def expected(model: PreTrainedModel, inputs: dict[str, torch.Tensor], name: str 
     ],
     ids=str,
 )
-def test_every_call_has_a_cache_of_its_own(model, tokenizer, options: dict[str, object]) -> None:
+def test_every_call_uses_a_new_cache(model, tokenizer, options: dict[str, object]) -> None:
     custom = pickle.loads(pickle.dumps(generate_with(NAME)))
     for text in (TEXT, TEXT[40:]):
         inputs = tokenizer(text, return_tensors="pt")

@@ -144,7 +144,7 @@ def test_packed_sequences_are_left_to_flash_attention(tiny_llama, prompt, monkey
     assert seen == [torch.Tensor] * (2 if is_dense else 0)
 
 
-def test_custom_attention_gets_dense_states(tiny_llama, prompt, generate, monkeypatch):
+def test_custom_attention_receives_dense_states(tiny_llama, prompt, generate, monkeypatch):
     asks_for = []
 
     def attend(module, query, key, value, attention_mask, **options):

@@ -23,7 +23,7 @@ def make_row(cache: str, percent: float, kl: float, shared: int = 0) -> dict[str
     return {"cache": cache, "kl": kl, "kl_spread": 0.001, "windows": [{}, {}], "memory_after_prefix": memory}
 
 
-def test_fidelity_is_drawn_with_and_without_what_is_shared(tmp_path):
+def test_fidelity_is_drawn_with_and_without_shared_bytes(tmp_path):
     rows = [
         make_row("transform-16", 15, 0.02),
         make_row("calibrated-12", 11, 0.02, 6),

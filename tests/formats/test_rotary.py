@@ -78,7 +78,7 @@ def test_half_precision_is_rotated_in_float32() -> None:
     torch.testing.assert_close(rotate(states), rotate(states.float()))
 
 
-def test_autocast_does_not_round_what_is_rotated() -> None:
+def test_autocast_does_not_round_rotated_states() -> None:
     states = torch.randn(2, 3, 64)
     expected = rotate(states)
     with torch.autocast("cpu", dtype=torch.bfloat16):

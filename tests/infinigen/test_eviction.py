@@ -80,7 +80,7 @@ def test_rolled_back_slots_are_reused_first() -> None:
 
 
 @pytest.mark.parametrize("policy", ["counter", "lru", "fifo"])
-def test_each_eviction_has_a_victim_of_its_own(policy: str) -> None:
+def test_each_eviction_has_another_victim(policy: str) -> None:
     """The paper's released code had one victim for 102 evictions."""
     generator = torch.Generator().manual_seed(0)
     states = torch.arange(400.0)[None, None, :, None].expand(1, 2, -1, 4)

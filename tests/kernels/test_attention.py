@@ -337,7 +337,7 @@ class TestOnlineAttention:
             output = attend(query, [DensePart(keys, values, 50, mask)], 2)
             torch.testing.assert_close(output, expected)
 
-    def test_only_prompts_of_equal_head_dims_take_flash(self, monkeypatch):
+    def test_only_prompts_of_equal_head_dims_use_flash_attention(self, monkeypatch):
         assert choose_flash(torch.randn(1, 2, 17, 8), 8)
         assert not choose_flash(torch.randn(1, 2, 16, 8), 8)
         assert not choose_flash(torch.randn(1, 2, 17, 8), 12)

@@ -39,7 +39,7 @@ def test_unknown_kernels_are_refused(monkeypatch):
 
 
 @pytest.mark.parametrize("hip", [None, "6.4"])
-def test_nvidia_gpus_take_triton_and_amd_gpus_say_why_not(monkeypatch, hip):
+def test_nvidia_gpus_use_triton_and_amd_gpus_give_the_reason(monkeypatch, hip):
     monkeypatch.setattr(torch.version, "hip", hip)
     if hip is None:
         assert engine._kernel_on("cuda", "auto") == ("triton", False)

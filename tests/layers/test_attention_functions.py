@@ -19,7 +19,7 @@ def test_eager_attention_is_not_replaced(tiny_llama):
 
 
 @pytest.mark.parametrize("name", ["flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention"])
-def test_dense_states_go_to_the_original_entry(monkeypatch, name):
+def test_dense_states_are_passed_to_the_original_entry(monkeypatch, name):
     entry = ALL_ATTENTION_FUNCTIONS[name]
     original = flex_attention_forward if name == "flex_attention" else flash_attention_forward
     assert entry.__wrapped__ is original

@@ -88,7 +88,7 @@ OTHERWISE = {
 
 
 @pytest.mark.parametrize("change", OTHERWISE.values(), ids=OTHERWISE)
-def test_other_operations_get_the_weights(layer, lazy, query, change):
+def test_other_operations_receive_the_weights(layer, lazy, query, change):
     def attend(keys, values):
         return torch.matmul(F.softmax(change(torch.matmul(query, keys.transpose(2, 3))), dim=-1), values)
 

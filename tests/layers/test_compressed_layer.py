@@ -61,7 +61,7 @@ def test_chunks_of_padding_change_nothing(length, num_real, chunk, name, tiny_ll
 @pytest.mark.parametrize("chunk", [64, 200])
 @pytest.mark.parametrize("name", NAMES)
 @torch.no_grad()
-def test_a_sequence_of_padding_changes_nothing_of_the_others(chunk, name, tiny_llama):
+def test_a_sequence_of_padding_does_not_change_the_others(chunk, name, tiny_llama):
     input_ids, mask = torch.randint(3, 128, (2, 151)), torch.ones(2, 151, dtype=torch.long)
     mask[0] = 0
     cache, alone = (create_cache(name, tiny_llama, **EXACT.get(name, {})) for _ in range(2))

@@ -96,7 +96,7 @@ OTHERWISE = {
 
 
 @pytest.mark.parametrize("make", OTHERWISE.values(), ids=OTHERWISE)
-def test_other_operations_get_dense_states(layer, weight, make):
+def test_other_operations_receive_dense_states(layer, weight, make):
     lazy = layer.update(torch.randn(2, 1, 1, RANK), torch.randn(2, 1, 1, ROTARY))
     query, dense = torch.randn(2, HEADS, 1, NOPE + ROTARY), [layer.to_dense(side) for side in ("keys", "values")]
     output = by_sdpa(query, *make(lazy, weight), None)

@@ -54,7 +54,7 @@ def test_repeated_heads_stay_lazy(layer, lazy):
         lambda keys: keys.to(torch.float64).to(torch.float32),
     ],
 )
-def test_other_operations_get_the_dense_tensor(layer, lazy, read):
+def test_other_operations_receive_the_dense_tensor(layer, lazy, read):
     assert torch.equal(read(lazy[0]), layer.to_dense("keys"))
     assert layer.dense_reads > 0
 

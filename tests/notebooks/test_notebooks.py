@@ -105,7 +105,7 @@ def test_committed_with_all_outputs(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_nothing_of_a_machine_is_committed(name: str) -> None:
+def test_notebook_names_no_machine(name: str) -> None:
     notebook = read(name)
     for cell in code_cells(notebook):
         assert cell.metadata == {}

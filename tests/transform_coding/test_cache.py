@@ -89,7 +89,7 @@ def test_a_calibration_is_taken_only_if_asked_for(model, tiny_model, kept):
 
 
 @pytest.mark.parametrize("of", ["other weights", "a config"])
-def test_auto_goes_without_a_calibration_of_other_weights(model, tiny_model, kept, of):
+def test_auto_ignores_a_calibration_of_other_weights(model, tiny_model, kept, of):
     other = tiny_model("llama", seed=1, initializer_range=0.2) if of == "other weights" else model.config
     with pytest.warns(UserWarning, match="this model has no calibration"):
         assert TransformCodingCache(other, calibration="auto").calibration is None

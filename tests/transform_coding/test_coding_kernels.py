@@ -60,7 +60,7 @@ def stored_rows(layer):
 @pytest.mark.parametrize(
     "name", ["transform", *(pytest.param(f"transform-{bits}", marks=pytest.mark.long) for bits in (16, 22, 30))]
 )
-def test_rows_are_those_of_pytorch(name, tiny_model, kernels):
+def test_rows_equal_pytorch(name, tiny_model, kernels):
     model = tiny_model("llama", num_hidden_layers=1).to(DEVICE)
     # Nor are there recent rows then, of more bytes
     options = {"recent_length": 0} if STANDS_STILL else {}

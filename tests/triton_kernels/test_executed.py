@@ -15,25 +15,25 @@ FOLDER = Path(__file__).parent
 EMULATOR = Path(os.environ.get("KVCACHE_PLUGINS_PTX_RUN", FOLDER.parents[2] / "shared" / "tools" / "ptx_run"))
 pytestmark = pytest.mark.skipif(not EMULATOR.is_dir(), reason=f"the emulator of PTX is not there: {EMULATOR}")
 # Compute capability, files of tests, and which of them; a process takes longer to start than one of its tests
-ATTENDED = "test_attention_is_that_of_pytorch and (basis-unlike-dims or tables-smollm2)"
-CODED = "test_rows_are_those_of_pytorch and (smollm2-tables or odd-dims-basis)"
+ATTENDED = "test_attention_equals_pytorch and (basis-unlike-dims or tables-smollm2)"
+CODED = "test_rows_equal_pytorch and (smollm2-tables or odd-dims-basis)"
 # Values of two bits are looked up where numbers are halves
 LOOKED_UP = "test_attention_in_half_precision and tables-smollm2 and not bfloat16"
-PUSHED = "pushes_are_those_of_pytorch and k4v3"
+PUSHED = "pushes_equal_pytorch and k4v3"
 DAILY = [
     (90, "test_attention.py test_rows.py", f"kivi-64 or {ATTENDED} or {LOOKED_UP} or {CODED}"),
     (90, "test_group_push.py", f"{PUSHED} and not preset"),
 ]
 LONG = [
-    *((capability, "test_group_push.py", "pushes_are and not preset") for capability in (80, 90)),
+    *((capability, "test_group_push.py", "pushes_equal and not preset") for capability in (80, 90)),
     *((capability, "test_push.py", "padded or calibrated or most-bits") for capability in (80, 90)),
     (80, "test_attention.py", "test_matches_dense_attention and kivi-64"),
-    *((capability, "test_rows.py", "test_attention_is_that_of_pytorch") for capability in (80, 90)),
-    *((capability, "test_rows.py", "test_rows_are_those_of_pytorch and not many") for capability in (80, 90)),
+    *((capability, "test_rows.py", "test_attention_equals_pytorch") for capability in (80, 90)),
+    *((capability, "test_rows.py", "test_rows_equal_pytorch and not many") for capability in (80, 90)),
     *((capability, "test_rows.py", "half_precision or scores") for capability in (80, 90)),
     *((capability, "test_rows.py", "masks or parts or splits or device or padding") for capability in (80, 90)),
-    (86, "test_rows.py", "test_attention_is_that_of_pytorch and (unlike-dims or widest)"),
-    (120, "test_rows.py", "test_attention_is_that_of_pytorch and (unlike-dims or widest)"),
+    (86, "test_rows.py", "test_attention_equals_pytorch and (unlike-dims or widest)"),
+    (120, "test_rows.py", "test_attention_equals_pytorch and (unlike-dims or widest)"),
     *((capability, "test_attention.py", "test_matches_dense_attention and not long") for capability in (80, 90)),
     *((capability, "test_gather.py", "test") for capability in (80, 90)),
     *(
@@ -41,7 +41,7 @@ LONG = [
         for capability in (80, 90)
     ),
     *((capability, "test_infinigen.py", "rotation or decoded") for capability in (80, 90)),
-    *((capability, "test_static_steps.py", "attention_is_that or rows_are_those") for capability in (80, 90)),
+    *((capability, "test_static_steps.py", "attention_equals or rows_equal") for capability in (80, 90)),
 ]
 
 

@@ -150,7 +150,7 @@ def test_nothing_behind_slots_and_rows_is_read():
     assert torch.equal(rows_of(pages, slots), rows)
 
 
-def test_pages_that_do_not_lie_side_by_side_are_refused():
+def test_pages_that_are_not_contiguous_are_refused():
     pages = make_pages(1, 1, 2, 8, torch.float32)
     with pytest.raises(AssertionError):
         page_addresses([pages[0].transpose(1, 2)], DEVICE)
@@ -168,7 +168,7 @@ SCORED = {
 
 
 @pytest.mark.parametrize("scored", SCORED.values(), ids=SCORED)
-def test_scores_are_those_of_the_keys_that_codes_stand_for(scored):
+def test_scores_of_codes_equal_scores_of_decoded_keys(scored):
     """Scores rows in use of larger storage, by queries of sizes apart by orders that are no one tensor's own."""
     query, codes, scale, keys = random_codes(scored)
     query = (query * torch.logspace(-3, 3, scored.groups)[:, None]).transpose(1, 2).contiguous().transpose(1, 2)

@@ -158,7 +158,7 @@ def _seeded():
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
-def test_pushes_are_those_of_pytorch(name):
+def test_pushes_equal_pytorch(name):
     layer = Layer(CASES[name])
     assert explain_group_push(*layer.chunks, layer.case.dtype) is None
     push = prepare_group_push(layer.state)
@@ -183,7 +183,7 @@ def test_pushes_beyond_the_capacity_change_nothing(name):
 
 @pytest.mark.parametrize("name", ["gear", "kivi-2bit"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e6])
-def test_states_that_cannot_be_stored_leave_a_mark(name, value):
+def test_states_that_cannot_be_stored_set_the_mark(name, value):
     layer = Layer(CASES[name])
     push = prepare_group_push(layer.state)
     tokens = [layer.random_token() for _ in range(layer.case.length + 1)]

@@ -75,7 +75,7 @@ RULES = {
 @pytest.mark.parametrize("masking", ["none", "padding", "mask", "nearly all"])
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("name", ["gqa", pytest.param("mqa-odd", marks=pytest.mark.long), "mha-least"])
-def test_chosen_tokens_are_those_of_pytorch(name, rule, masking):
+def test_chosen_tokens_equal_pytorch(name, rule, masking):
     """The newest token is not stored yet; scores repeat themselves, so that some weights are equal."""
     sizes, config = SIZES[name], InfiniGenConfig(**RULES[rule])
     batch, heads, groups, slots = sizes.batch, sizes.heads, sizes.groups, sizes.slots
@@ -122,7 +122,7 @@ def test_chosen_tokens_are_those_of_pytorch(name, rule, masking):
 @pytest.mark.parametrize("is_masked", [False, True], ids=["whole", "masked"])
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 @pytest.mark.parametrize("name", SIZES)
-def test_attention_is_that_of_pytorch(name, dtype, is_masked):
+def test_attention_equals_pytorch(name, dtype, is_masked):
     """Filling and what lies behind the tail is NaN, and one head has no chosen token."""
     sizes = SIZES[name]
     batch, heads, groups, slots = sizes.batch, sizes.heads, sizes.groups, sizes.slots
@@ -171,7 +171,7 @@ def test_scores_of_codes_take_spread_and_factor(most_programs):
 
 @pytest.mark.parametrize("most_programs", [None, 3])
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
-def test_scores_of_columns_are_those_of_pytorch(dtype, most_programs):
+def test_scores_of_columns_equal_pytorch(dtype, most_programs):
     query = randn(2, 3, 4, 36, dtype=dtype)
     columns, rotation = randn(2, 3, 200, 11, seed=1, dtype=dtype), randn(2, 3, 36, 11, seed=2, dtype=dtype)
     expected = query.double() @ rotation.double() @ columns[:, :, :150].double().mT * 0.5
@@ -182,7 +182,7 @@ def test_scores_of_columns_are_those_of_pytorch(dtype, most_programs):
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
-def test_a_token_is_pushed_to_its_place(dtype):
+def test_token_is_pushed_to_its_place(dtype):
     new = [randn(2, 3, 1, dim, seed=dim, dtype=dtype).to(DEVICE) for dim in (20, 33)]
     tail = [randn(2, 3, 9, dim, dtype=dtype).to(DEVICE) for dim in (20, 33)]
     expected = [states.clone() for states in tail]
@@ -195,7 +195,7 @@ def test_a_token_is_pushed_to_its_place(dtype):
 
 @pytest.mark.parametrize("offset", [0.0, 1.0])
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
-def test_norm_is_that_of_pytorch(dtype, offset):
+def test_norm_equals_pytorch(dtype, offset):
     states, weight = randn(2, 1, 1500, dtype=dtype), randn(1500, seed=1, dtype=dtype)
     expected = torch.nn.functional.rms_norm(states.double(), (1500,), weight.double() + offset, 1e-3)
     require_close(prepare_rms_norm(states.to(DEVICE), weight.to(DEVICE), 1e-3, offset)(), expected, dtype)
@@ -203,7 +203,7 @@ def test_norm_is_that_of_pytorch(dtype, offset):
 
 @pytest.mark.parametrize(("batch", "rotated"), [(1, 36), (2, 36), (2, 20)])
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
-def test_rotation_is_that_of_pytorch(dtype, batch, rotated):
+def test_rotation_equals_pytorch(dtype, batch, rotated):
     """Strided states, and angles that sequences share or not."""
     states = randn(2, 1, 3 * 36 + 5, dtype=dtype)[..., : 3 * 36]
     cosines, sines = (randn(batch, 1, rotated, seed=seed, dtype=dtype) for seed in (1, 2))
@@ -240,7 +240,7 @@ ROWS = {
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", ROWS)
-def test_decoded_rows_are_those_of_pytorch(name, dtype, monkeypatch):
+def test_decoded_rows_equal_pytorch(name, dtype, monkeypatch):
     """Rows of a layer, chosen in any order; what lies behind a head's count is left alone."""
     dims, padding, num_first = ROWS[name]
     monkeypatch.setenv("KVCACHE_PLUGINS_KERNELS", "torch")

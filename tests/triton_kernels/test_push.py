@@ -193,7 +193,7 @@ def _seeded():
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
-def test_pushes_are_those_of_pytorch(name):
+def test_pushes_equal_pytorch(name):
     layer = Layer(CASES[name])
     push = prepare_push(layer.state)
     assert push is not None
@@ -252,7 +252,7 @@ def test_unsupported_dtypes_have_no_push():
     assert prepare_push(dataclasses.replace(layer.state, tail=tail)) is None
 
 
-def test_a_tail_that_would_stay_full_is_refused():
+def test_tail_that_would_stay_full_is_refused():
     layer = Layer(CASES["no-recent"])
     with pytest.raises(ValueError, match="`num_kept` has to be less than the tail's 20 tokens, not 20"):
         prepare_push(dataclasses.replace(layer.state, num_kept=20))

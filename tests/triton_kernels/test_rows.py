@@ -77,7 +77,7 @@ def check_attention(case, parts, dtype=torch.float32, query=None):
 @pytest.mark.each_value
 @pytest.mark.parametrize("case", [*CASES, "wide-order"])
 @pytest.mark.parametrize("form", FORMS)
-def test_attention_is_that_of_pytorch(form, case):
+def test_attention_equals_pytorch(form, case):
     check_attention(case, [make_part(case, form)])
 
 
@@ -241,7 +241,7 @@ def check_coding(keys, values, codec, positions):
 @pytest.mark.parametrize(
     "case", [*CASES, *CODING, *(pytest.param(case, marks=pytest.mark.long) for case in LONG_CODING)]
 )
-def test_rows_are_those_of_pytorch(case, form):
+def test_rows_equal_pytorch(case, form):
     check_coding(*make_states(case, form))
 
 
@@ -305,7 +305,7 @@ def test_no_cell_has_two_bounds():
 
 
 @pytest.mark.parametrize("width", range(9))
-def test_codes_at_the_bounds_are_those_of_pytorch(width):
+def test_codes_at_the_bounds_equal_pytorch(width):
     book, bounds = codebook_of(True, torch.device("cpu")), level_tables(torch.device("cpu")).bounds[width]
     ends = torch.arange(-300, 301) / 64
     near = torch.cat([bounds[bounds.isfinite()], ends])

@@ -91,7 +91,7 @@ ALL_CASES = ["gear-2bit", *(pytest.param(case, marks=pytest.mark.long) for case 
 
 @needs_kernels
 @pytest.mark.parametrize("case", ALL_CASES)
-def test_attention_is_that_of_pytorch(case, decoded):
+def test_attention_equals_pytorch(case, decoded):
     cache, seen = decoded(case)
     layer = cache.layers[0]
     assert layer._pushes_on_device and layer.stats()["tokens_compressed"] > 0
@@ -108,7 +108,7 @@ def test_attention_is_that_of_pytorch(case, decoded):
 
 @needs_kernels
 @pytest.mark.parametrize("case", [*ALL_CASES, "growing"])
-def test_chunks_are_those_of_plain_pytorch(case, decoded):
+def test_chunks_equal_plain_pytorch(case, decoded):
     """Chunks, exact tokens and counters after pushes on the device, and those of a layer that PyTorch packs."""
     cache, _ = decoded(case, num_decoded=NUM_DECODED if case == "short-prompt" else 1)
     layer = cache.layers[0]

@@ -94,7 +94,7 @@ ALL_CASES = ["padded", *(pytest.param(case, marks=pytest.mark.long) for case in 
 
 @needs_kernels
 @pytest.mark.parametrize("case", ALL_CASES)
-def test_attention_is_that_of_pytorch(case, decoded):
+def test_attention_equals_pytorch(case, decoded):
     cache, seen = decoded(case)
     layer = cache.layers[0]
     assert layer._pushes_on_device and layer.stats()["tokens_compressed"] > 0
@@ -112,7 +112,7 @@ def test_attention_is_that_of_pytorch(case, decoded):
 
 @needs_kernels
 @pytest.mark.parametrize("case", ALL_CASES)
-def test_rows_are_those_of_plain_pytorch(case, decoded, monkeypatch):
+def test_rows_equal_plain_pytorch(case, decoded, monkeypatch):
     """Rows, exact tokens and counters after pushes on the device, and those of a layer that PyTorch packs."""
     # A fork has a plan once it has attended
     cache, _ = decoded(case, num_decoded=2 if case == "forked" else 1)

@@ -124,7 +124,7 @@ def test_quantized_cache_cannot_score_zero_by_handing_out_exact_states(tiny_llam
     assert measure_fidelity(tiny_llama, windows, {"fp8": create}, prefix_length=PREFIX)["fp8"].kl > 1e-6
 
 
-def test_chunks_change_only_what_goes_through_the_cache(tiny_llama, windows):
+def test_chunks_change_only_states_read_from_the_cache(tiny_llama, windows):
     factories = {"dense": DynamicCache, "noisy": lambda: noisy_cache(0.3)}
     whole = measure_fidelity(tiny_llama, windows, factories, prefix_length=PREFIX)
     decoded = measure_fidelity(tiny_llama, windows, factories, prefix_length=PREFIX, chunk=1)
