@@ -26,7 +26,7 @@ Case = namedtuple(
     ["options", "key_dim", "value_dim", "length", "batch_size", "num_heads", "dtype"],
     defaults=[16, 16, 16, 1, 2, torch.float32],
 )
-KIVI = {"rank": 0, "sparsity": 0.0, "backbone": "kivi"}
+KIVI = {"rank": 0, "decode_rank": 0, "sparsity": 0.0, "backbone": "kivi"}
 DAILY = {
     "gear": Case({"sparsity": 0.15}, batch_size=2),
     "gear-2bit": Case({"nbits": 2, "sparsity": 0.15}, 32, 16, 16, 1, 3, torch.bfloat16),
@@ -166,6 +166,17 @@ def test_pushes_equal_pytorch(name):
     for count in (length, 1, length, 2):
         layer.push(push, count)
         layer.check()
+
+
+def test_errors_that_tokens_share_are_spread():
+    """A text that repeats a token."""
+    layer = Layer(CASES["kivi-2bit"])
+    token = layer.random_token()
+    layer.coming = iter([token] * (layer.case.length + 1))
+    layer.push(prepare_group_push(layer.state), layer.case.length + 1)
+    layer.check()
+    decoded = layer.chunks[1].dequantize_tile(slice(0, 1), slice(0, layer.case.length))
+    assert decoded.std(dim=-2).amax() > 0
 
 
 @pytest.mark.parametrize("name", ["gear", "kivi-2bit"])
