@@ -14,7 +14,7 @@ from kvcache_plugins.formats.parts import DensePart, RowPart, SelectableRows, Si
 from kvcache_plugins.formats.quantizer import level_tables
 from kvcache_plugins.kernels.attention import attend
 from kvcache_plugins.kernels.ops import decode_rows
-from kvcache_plugins.kernels.triton import TOO_LARGE, codebook_of, has_room, score_rows
+from kvcache_plugins.kernels.triton import TOO_LARGE, codebook_of, has_room, keep_attention, score_rows
 
 
 pytestmark = needs_triton
@@ -184,6 +184,26 @@ def test_several_coded_parts_are_merged():
 def test_splits_are_merged(monkeypatch):
     monkeypatch.setattr("kvcache_plugins.triton_kernels.transform_coding.attend._MIN_TOKENS_PER_SPLIT", 64)
     check_attention("splits", [make_part("splits")])
+
+
+# Three splits of older rows and two of recent ones, and one of 64 rows and two of up to 128
+@pytest.mark.parametrize(("num_older", "num_sms"), [(130, 16), (60, 1)])
+def test_a_kept_step_merges_its_splits_each_time(num_older, num_sms, monkeypatch):
+    """A head's last program merges what all have stored, and prepares the next launch."""
+    monkeypatch.setattr("kvcache_plugins.triton_kernels.transform_coding.attend._MIN_TOKENS_PER_SPLIT", 64)
+    monkeypatch.setattr("kvcache_plugins.triton_kernels.transform_coding.step.device_num_sms", lambda _: num_sms)
+    part = make_part("splits")
+    older = dataclasses.replace(part, length=num_older)
+    keys, values = part.keys[:, :, num_older:], part.values[:, :, num_older:]
+    recent = RowPart(keys, values, part.formats, part.positions.after(num_older), 200 - num_older, None)
+    shape = 1, 1, 5, 16
+    exact = DensePart(torch.randn(shape, device=DEVICE), torch.randn(shape, device=DEVICE), 5, None)
+    parts = [older, recent, exact]
+    first = make_query(ALL["splits"]).to(DEVICE)
+    kept = keep_attention(first, parts, 1, None)
+    for query in (first, first.flip(3), first.neg()):
+        expected = exact_attention(query, parts, 1)
+        assert (kept(query).double() - expected).norm() < TOLERANCE[torch.float32] * expected.norm()
 
 
 @pytest.mark.parametrize("form", FORMS)
