@@ -103,6 +103,19 @@ def test_choices_and_counters_equal_those_of_a_cpu(cuda, llama, make_cache, rule
         assert cache.stats() == stats
 
 
+def test_choices_follow_tokens_that_move_into_the_pool(cuda, llama, monkeypatch):
+    """Launches over rows are for those of the pool as it was."""
+    monkeypatch.setattr(layers, "FLUSH_LENGTH", 2)
+    logits, stats = [], []
+    for use in (lambda: cuda.use_kernel("torch"), lambda: cuda.use_gpu_pools("triton")):
+        use()
+        with InfiniGenTransformCache(llama, **TENTH, recent=8) as cache:
+            logits.append(decode_logits(llama, cache, tokens(90), tokens(4, seed=1)))
+            stats.append(cache.stats())
+    assert_same(*logits)
+    assert stats[0] == stats[1] and stats[0]["tokens_pooled"] > 0
+
+
 @pytest.mark.parametrize(
     "options",
     [{"speculate": True}, {"speculate": False}, {"speculate": True, "max_fetch_ratio": 0.5, "full_layers": (2,)}],
