@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from transformers import CONFIG_MAPPING, AutoModel, DynamicCache
+from transformers import CONFIG_MAPPING, AutoModel, AutoModelForCausalLM, DynamicCache
 
 from kvcache_plugins import create_cache
 from kvcache_plugins.formats.rotary import NOT_ROTATED, RotaryEmbedding
@@ -45,7 +45,7 @@ NORMED_KINDS = {"reversed", "sections-interleaved"}
 WRONG = ("yarn", "partial", "interleaved", "partial-interleaved", "without-parameters", "reversed", "sections")
 
 
-def make_model(family, parameters):
+def make_model(family, parameters, auto_class=AutoModel):
     """Make a model of one layer whose channels of keys have energies of their own before the rotary embedding."""
     sizes = {"num_hidden_layers": 1, "num_attention_heads": 2, "hidden_size": 2 * HEAD_DIM, "vocab_size": VOCAB_SIZE}
     sizes |= {"max_position_embeddings": 512, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -55,7 +55,7 @@ def make_model(family, parameters):
         sizes |= {"intermediate_size": 64, "num_key_value_heads": 2, "head_dim": HEAD_DIM}
         sizes["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4, **parameters}
     torch.manual_seed(0)
-    model = AutoModel.from_config(CONFIG_MAPPING[family](**sizes)).eval()
+    model = auto_class.from_config(CONFIG_MAPPING[family](**sizes)).eval()
     torch.manual_seed(1)
     factors = torch.logspace(-1, 1, HEAD_DIM)[torch.randperm(HEAD_DIM)].repeat(2)
     (projection,) = (module for name, module in model.named_modules() if name.endswith(".k_proj"))
@@ -85,6 +85,30 @@ def test_rotary_layouts_have_the_error_of_the_plain_embedding(kind):
     error, layers = measure_error(make_model(*KINDS[kind]))
     assert error < 1.1 * plain
     assert layers == 1
+
+
+@torch.no_grad()
+def measure_kl(model):
+    """Return the KL from the dense cache's next tokens, over 16 sequences."""
+    generator = torch.Generator().manual_seed(1)
+    # Logits of which some are likely
+    model.lm_head.weight.normal_(std=0.3, generator=generator)
+    ids = torch.randint(3, VOCAB_SIZE, (16, LENGTH + 32), generator=generator)
+    logits = []
+    for cache in (DynamicCache(config=model.config), create_cache("transform-22", model)):
+        model(ids[:, :LENGTH], past_key_values=cache)
+        logits.append(model(ids[:, LENGTH:], past_key_values=cache).logits.log_softmax(dim=-1))
+    dense, own = logits
+    return float(torch.nn.functional.kl_div(own, dense, log_target=True, reduction="sum"))
+
+
+@pytest.mark.parametrize("kind", [kind for kind, (family, _) in KINDS.items() if family == PLAIN])
+def test_kl_is_at_most_that_of_the_plain_embedding(kind):
+    plain, other = (make_model(*each, AutoModelForCausalLM) for each in ((PLAIN, {}), KINDS[kind]))
+    # Yarn and longrope enlarge scores, and with them the KL of any error: a dense cache with random errors has 1.2
+    # times as much
+    enlarged = other.model.rotary_emb.attention_scaling**2
+    assert measure_kl(other) < 1.1 * enlarged * measure_kl(plain)
 
 
 @pytest.mark.parametrize("kind", WRONG)
