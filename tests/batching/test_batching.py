@@ -171,6 +171,31 @@ def test_pages_on_disk_are_found_by_another_batch(model_name, name, tmp_path, re
         assert answer(prompts[-1])[0] == first
 
 
+def test_pages_on_disk_continue_those_in_memory(tiny_llama, random_windows, tmp_path):
+    """A request's first page is in memory, and its second one on disk. Its last token is always read."""
+    (ids,) = random_windows(1, 152)
+    prompt, text = ids.tolist(), ids[None]
+
+    def answer(*requests):
+        with (
+            compressed_batching(tiny_llama, "transform-30", text=text, store=PromptStore(tmp_path)) as batching,
+            tiny_llama.continuous_batching_context_manager(**config(NUM_TOKENS)) as manager,
+        ):
+            found, loaded = [], []
+            for request in requests:
+                manager.add_request(request)
+                found.append(manager.get_result(timeout=600).generated_tokens)
+                loaded.append(batching.stats()["tokens_loaded"])
+            return found, loaded
+
+    assert answer(prompt)[1] == [0]
+    (text_of_both,), loaded = answer(prompt)
+    assert loaded == [128]
+    (_, text_of_second), loaded = answer(prompt[:100], prompt)
+    assert loaded == [64, 128] and text_of_second == text_of_both
+    assert answer(prompt[:128])[1] == [64]
+
+
 def test_forged_pages_are_read_again(smollm2, prompts, tmp_path):
     model = smollm2[0]
 
