@@ -1,12 +1,13 @@
-"""A benchmark: a function whose signature declares the options of its command, which yields the rows of its result.
+"""Benchmarks: functions that yield rows of a result, and whose signatures declare the options of a command.
 
     @benchmark("step")
     def benchmark_steps(cache: CachesOption, text_file: ..., steps: ... = 40) -> Iterator[Found]:
         yield Settings(dtype="float32")
         yield {"cache": ..., "median_s": ...}
 
-The decorator checks caches before anything is loaded, sets threads, prints the table that `tables` has of the kind,
-and returns what files hold: commit, date, device, versions, settings and rows. That of `--resume` grows row by row.
+The decorator checks caches before anything is loaded, sets threads, prints the table of the kind in `tables`, and
+returns the content of the JSON file: commit, date, device, versions, settings and rows. With `--resume` the file is
+written after every row.
 
 Help reads this module, so it imports nothing heavy at the top.
 """
@@ -87,12 +88,12 @@ def benchmark(
 
 
 class TimeIsUpError(Exception):
-    """Too little time is left for the next step."""
+    """Error of a step for which too little time is left."""
 
 
 @dataclass(slots=True)
 class Result:
-    """Holds rows and settings while a benchmark runs, and writes a file, if there is a `path`, at every change."""
+    """Rows and settings of a running benchmark. With a `path` the file is written at every change."""
 
     kind: str
     settings: dict[str, Any]
@@ -102,7 +103,7 @@ class Result:
     failures: list[dict[str, str]] = field(default_factory=list)
 
     def take(self, found: Found) -> None:
-        """Add what a benchmark yields."""
+        """Add a row, failure, settings or content that a benchmark yields."""
         if isinstance(found, Failure):
             self.fail(*found)
         elif isinstance(found, KnownRows):
@@ -130,8 +131,8 @@ class Result:
     @contextmanager
     def attempt(self, what: str) -> Iterator[None]:
         """
-        Record any error inside as a failure of `what`, and go on. Kernels, drivers and other projects' caches may
-        raise errors of any kind, and rows that can be measured before and after are worth having.
+        Record any error inside the block as a failure of `what`, and continue. Kernels, drivers and other projects'
+        caches may raise errors of any kind, which must not lose other rows.
         """
         try:
             yield

@@ -1,4 +1,4 @@
-"""Commands of `kvcache-plugins` that stand on several rooms of `eval`: options, help and rows.
+"""Commands of `kvcache-plugins` that use several folders of `eval`: options, help and rows.
 
 Help reads this module, so it imports nothing heavy at the top: a command imports what it runs.
 """
@@ -179,7 +179,7 @@ def benchmark_runahead(
             for each, own in ways.items():
                 runs: dict[str, list[list[Prefill]]] = {name: [] for name in own}
                 for turn in range(rounds):
-                    # Forwards and backwards in turn
+                    # The order is reversed in every other round
                     for name in list(own)[:: 1 if turn % 2 == 0 else -1]:
                         announce(f"{each} tokens, round {turn + 1}: {name}")
                         runs[name].append(ranks.call(prefill, token_ids[:each], own[name]))

@@ -1,11 +1,11 @@
 """Tasks whose answers need much of their context, or are long, made from a seed.
 
-"KV Cache Offloading for Context-Intensive Tasks" (arXiv 2604.08426) has records and tables written anew and many
-needles at once, for which the selection of tokens is doubted. Variables to track and common words are RULER's (arXiv
-2404.06654). Long answers show errors that pile up: each line goes on from the one before.
+Records and tables to be rewritten, and many needles at once, are from "KV Cache Offloading for Context-Intensive
+Tasks" (arXiv 2604.08426), which doubts that selected tokens are enough for them. Variables to track and common words
+are RULER's (arXiv 2404.06654). Long answers show accumulating errors, as each line follows from the one before.
 
-Lines of an answer from a place on are scored, and the lines before are a part of the context: so answers of a thousand
-tokens need not be decoded from their first token on.
+Lines of an answer are scored from a place on, and earlier lines are part of the context, so that an answer of a
+thousand tokens need not be decoded from its first token on.
 """
 
 import json
@@ -161,9 +161,9 @@ def make_sample(
     rows: Sequence[Mapping[str, str]] = (),
 ) -> Question:
     """
-    Make a sample of a task: as large a context as `length` tokens hold, and the answer from the line at `place`, 0
-    to 1, on: as many whole lines as `scored` tokens hold, one at least. Raise a `ValueError` if no context is so
-    short, or if the task is unknown (`chain_of_thought` needs `rows`).
+    Make a sample of a task: the largest context of at most `length` tokens, and the lines of the answer from the share
+    `place` (0 to 1) of it on: as many whole lines as fit in `scored` tokens, at least one. Raise a `ValueError` if no
+    context is so short, or if the task is unknown (`chain_of_thought` needs `rows`).
     """
     known: dict[str, Callable[[random.Random, int], _Made]] = TASKS | LONG_ANSWERS
     if rows:

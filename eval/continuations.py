@@ -1,9 +1,9 @@
 """Log-likelihoods of continuations through a cache that their contexts fill once.
 
-Several contexts are prefilled together, the shorter ones padded on their left, all but the last token of each. Then
-their continuations are fed, one of every context at a time, each time through a copy of the filled cache, or one that
-is filled anew if it cannot be copied: so no continuation sees another's tokens, whatever the cache is able to forget.
-The last token of the context is fed with the continuation, as its logits are the first to be scored:
+Several contexts are prefilled together, all but the last token of each; shorter ones are padded on their left. Then
+continuations are fed in rounds, one of every context in each. Every round has a copy of the filled cache (or one that
+is filled again, if it cannot be copied), so that no continuation sees another's tokens, even if the cache cannot
+`crop`. The last token of the context is fed with the continuation, as its logits are the first to be scored:
 
     filled                fed                           scored
     c[0] ... c[n-2]       c[n-1] t[0] ... t[m-2]        t[0] ... t[m-1]
@@ -32,7 +32,7 @@ class Feeding(NamedTuple):
     continuation_chunk: int | None = None
 
 
-# As in generation: the prompt at once, what follows token by token
+# The context at once, continuations token by token, like `generate`
 DECODE = Feeding(None, 1)
 
 
@@ -52,8 +52,8 @@ class Score(NamedTuple):
 @dataclass(slots=True)
 class CacheRecord:
     """
-    Counts what caches of a run went through, `contexts_exercised` being those not answered with exact states alone;
-    and keeps what the `largest`, which is the longest, held and counted at its end.
+    Counters of all caches of a run, and memory and `stats()` of the one with most tokens, at its end. Among the
+    counters are `contexts` and `contexts_exercised`, those whose cache has not answered with exact states alone.
     """
 
     counters: Counter[str] = field(default_factory=Counter)
@@ -62,7 +62,7 @@ class CacheRecord:
     stats: Mapping[str, StatValue] = field(default_factory=dict)
 
     def note(self, cache: Cache, *, num_contexts: int, exercised: bool) -> None:
-        """Count contexts that went through a cache, and keep what it held if none before was longer."""
+        """Count the contexts of a cache, and keep its memory and `stats()` if no cache before was longer."""
         self.counters.update(contexts=num_contexts, contexts_exercised=num_contexts if exercised else 0)
         length = cache.get_seq_length()
         if length > self.largest_length:
@@ -72,8 +72,8 @@ class CacheRecord:
 
 class ContinuationScorer:
     """
-    Scores continuations of contexts through fresh caches; its `record` says what these went through. `autocast` makes
-    the context that the model runs in, for mixed precision; `softmax_dtype` is by default the logits' own.
+    Scores continuations of contexts through fresh caches, and counts in `record`. `autocast` makes the context manager
+    around the model, for mixed precision; `softmax_dtype` is the logits' own by default.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class ContinuationScorer:
     def score(
         self, contexts: Sequence[Sequence[int]], continuations: Sequence[Sequence[Sequence[int]]], feeding: Feeding
     ) -> list[list[Score]]:
-        """Score a batch: of every context, of one token at least, each of its continuations, in their order."""
+        """Score the continuations of every context of a batch, in their order. A context has at least one token."""
         filled = [list(context[:-1]) for context in contexts]
         width = max(map(len, filled))
         padding = torch.tensor([width - len(each) for each in filled], dtype=torch.int64, device=self.model.device)
@@ -146,7 +146,7 @@ class ContinuationScorer:
     def _feed(
         self, rows: list[list[int]], cache: Cache, padding: torch.Tensor, chunk: int | None, needs_logits: bool = True
     ) -> Iterator[torch.Tensor]:
-        """Feed a batch, whose contexts have `padding` on their left `[B]`, see `feed`."""
+        """Feed a batch to the model (see `feed`); `padding` `[B]` counts padding on the left."""
         token_ids = torch.tensor(rows, dtype=torch.int64, device=self.model.device)
         places = torch.arange(cache.get_seq_length() + token_ids.shape[1], dtype=torch.int64, device=self.model.device)
         mask = (places >= padding[:, None]).long() if bool(padding.any()) else None
@@ -157,7 +157,7 @@ class ContinuationScorer:
 def _group_by_fed(
     context: Sequence[int], continuations: Sequence[Sequence[int]]
 ) -> list[tuple[tuple[int, ...], list[int]]]:
-    """Group continuations by what is fed: the last token of `context`, and all of their own but the last."""
+    """Group continuations by the tokens to feed: the last of `context`, and all of the continuation but its last."""
     groups: dict[tuple[int, ...], list[int]] = {}
     for number, each in enumerate(continuations):
         groups.setdefault((context[-1], *each[:-1]), []).append(number)

@@ -1,21 +1,19 @@
-"""Presets that people get, used on a tiny random model of every decoder family that Transformers has, or of every
-family that reads pictures, sounds or a source text beside its tokens (see `media.py`).
+"""Survey of presets on a tiny random model of every decoder family of Transformers, or of every family that reads
+pictures, sounds or a source text beside its tokens (see `media.py`).
 
-Tokens are those that the dense cache picks, and logits are compared along the same text. A distance between logits is
-measured in that of the same tokens after another prompt: 0 is the dense cache's own, 1 is as far off as knowing
-nothing of the prompt. A cache is held
+The dense cache picks the tokens, and logits of all caches are compared along them. The unit of distances is the
+distance of logits of the same tokens after another prompt: 0 is the dense cache itself, 1 is a cache that knows
+nothing of the prompt. A cache is compared
 
-- against itself, used in another way: by `generate` and forward by forward, in a batch with padding and alone, in
-  chunks by `generate` and by hand. Both have to agree to rounding;
-- against the dense cache, where a cache that codes in some bits may be as far off as a dense cache whose keys and
-  values have random errors of as many bits (`InexactCache`), so that every family has a bound of its own;
-- against the dense cache in a form that loses next to nothing: 8 bits, all tokens fetched, none dropped. Random models
-  attend broadly, so that a wrong position hides behind the errors of 2 bits, or behind tokens that were dropped, but
-  not here.
+- with itself, used in another way: by `generate` and forward by forward, in a padded batch and alone, in chunks by
+  `generate` and by hand. Both have to agree up to rounding;
+- with the dense cache. The limit is the distance of a dense cache with random errors of as many bits (`InexactCache`),
+  so that every family has a limit of its own;
+- with the dense cache in a nearly lossless form: 8 bits, all tokens fetched, none dropped. Random models attend
+  broadly, so that errors of 2 bits, or dropped tokens, would hide a wrong position.
 
-Each family is tried in a process of its own: a model that hangs, or takes its process along, costs its own row and
-nothing else. Processes are forked where that is possible: PyTorch and Transformers are loaded once, and a cache may be
-made by any function, as nothing is sent.
+Each family is tried in a process of its own, so that a model that hangs or crashes costs its own row alone. Processes
+are forked if the system can: PyTorch and Transformers are loaded once, and caches may be made by any function.
 """
 
 import dataclasses
@@ -64,17 +62,17 @@ _CALIBRATION_LENGTH = 192
 _NUM_MORE = 5
 # Two chunks that are compressed, and a rest
 _CHUNKED_LENGTH, _CHUNK_LENGTH = 150, 70
-# Less than this share of the logits' spread, and distances in it would be rounding
+# Least share of the logits' spread that a prompt has to change: distances in a smaller unit would be rounding
 _LEAST_CONTROL = 1e-3
 # Rounding of another order of sums, carried through a few layers
 _EXACT = 1e-3
-# The same by a cache that codes: rounding can turn a code over, or have another token chosen
+# The same for a cache of codes: rounding can change a code, or the choice of a token
 _SAME = 0.05
-# Times what random errors of as many bits do: they are drawn once, and may change what an indexer chooses
+# Factor of the distance by random errors: these are drawn once, and may change the choice of an indexer
 _MARGIN = 2.0
 # Known to run in a second
 _FIRST = "llama"
-# Errors of code that was not made for a model
+# Errors of code that does not fit a model
 CAUGHT = (
     *(ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, NameError, NotImplementedError),
     *(RuntimeError, StrictDataclassError, TypeError, ValueError),
@@ -83,8 +81,8 @@ CAUGHT = (
 
 class Form(NamedTuple):
     """
-    A form of a cache: how one is made for a model, and the bits of a number of its keys and of its values. `None` is
-    for exact ones, 0 for tokens that were evicted or are not selected.
+    A form of a cache: a function that makes one for a model, and the bits of a number of its keys and of its values.
+    `None` is for exact numbers, 0 for tokens that are evicted or not selected.
     """
 
     prepare: Prepare
@@ -92,7 +90,7 @@ class Form(NamedTuple):
 
 
 class Case(NamedTuple):
-    """A cache that is tried: as people get it, and in a form that loses next to nothing, in which faults show most."""
+    """A cache to try: the preset, and a nearly lossless form, in which faults show most."""
 
     usual: Form
     finest: Form | None = None
@@ -102,8 +100,8 @@ class Case(NamedTuple):
 @dataclasses.dataclass(frozen=True, slots=True)
 class Outcome:
     """
-    A verdict, why a cache refuses or fails, what it `holds`, and its distance from the dense cache's logits, in its
-    usual form and the use that comes nearest to its limit.
+    Verdict of a cache on a family: the reason of a refusal or failure, a description of the stored numbers (`holds`),
+    and the distance from the dense cache's logits, of the usual form in the use that comes nearest to its limit.
     """
 
     status: Status
@@ -115,7 +113,7 @@ class Outcome:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class FamilyResult:
-    """A family by its `model_type`, why `DynamicCache` does not run it if so, and outcomes by cache if it does."""
+    """A family by its `model_type`: outcomes by cache, or the error of `DynamicCache` (`dense`)."""
 
     family: str
     dense: str = ""
@@ -123,7 +121,7 @@ class FamilyResult:
 
 
 class Run(NamedTuple):
-    """Tokens `[batch, new tokens]`, their logits `[batch, new tokens, vocabulary]`, and sides read dense since."""
+    """New tokens `[batch, new]`, their logits `[batch, new, vocabulary]`, and dense reads while decoding."""
 
     tokens: torch.Tensor
     logits: torch.Tensor
@@ -131,20 +129,20 @@ class Run(NamedTuple):
 
 
 class Use(NamedTuple):
-    """A way to use caches. Its logits must equal those of its `twin`, which is another way to do the same."""
+    """A way to use caches. Its logits must equal those of its `twin`, another way to the same tokens."""
 
     run: Callable[[PreTrainedModel, CacheMaker, torch.Tensor | None], Run]
     twin: str | None = None
 
 
 def dense_reads(cache: Cache) -> int:
-    """Count how often a cache says that it has made a layer's side dense; 0 of one that says nothing."""
+    """Return a cache's counter of keys or values that were made dense; 0 without a counter."""
     stats = getattr(cache, "stats", None)
     return int(stats().get("dense_reads", 0)) if callable(stats) else 0
 
 
 class _Picker(LogitsProcessor):
-    """Picks the tokens that are `forced`, if any, and notes dense reads before each: the first is after the prompt."""
+    """Picks the `forced` tokens, if given, and records dense reads before each token; the first follows the prompt."""
 
     def __init__(self, cache: Cache, forced: torch.Tensor | None):
         self._cache, self._forced = cache, forced
@@ -154,7 +152,7 @@ class _Picker(LogitsProcessor):
         self.reads.append(dense_reads(self._cache))
         if self._forced is None:
             return scores
-        # Beams other than the best one have to stay alive
+        # Finite scores keep all beams alive
         forced = self._forced[:, len(self.reads) - 1, None].expand(len(scores), 1)
         return torch.full_like(scores, -1e3).scatter(1, forced, 0.0)
 
@@ -170,7 +168,7 @@ def generate(
     chunk_size: int | None = None,
     num_beams: int = 1,
 ) -> Run:
-    """Generate tokens after a prompt `[batch, length]`: `forced` ones, or the likeliest, of the best beam."""
+    """Generate tokens after a prompt `[batch, length]`, `forced` or the likeliest, and return the best beam."""
     picker = _Picker(cache, forced)
     prefix = "decoder_" if model.config.is_encoder_decoder else ""
     options: dict[str, Any] = {
@@ -288,7 +286,7 @@ def _forward_chunks(model: PreTrainedModel, make_cache: CacheMaker, forced: torc
     return forward(model, make_cache(), prompt(model, _CHUNKED_LENGTH, 5), _CHUNK_LENGTH, forced)
 
 
-# A use stands behind its twin
+# A use comes after its twin
 USES = {
     "two turns": Use(_take_turns),
     "two prompts of unequal length": Use(_read_pair),
@@ -303,14 +301,14 @@ MEDIA_USES = {
     "two beams": Use(_search_beams, "two turns"),
     "generate behind a forward": Use(_generate_behind_forward),
 }
-# A family whose dense cache does not take these is not tried; of the others it is asked for those that work
+# A family is tried if its dense cache works in these uses, and in the other uses that work
 _REQUIRED = ("two turns", "two prompts of unequal length")
 
 
 class Reference:
     """
-    The dense cache on a model: its runs by use, and the unit of distances, which is how far another prompt's logits
-    are. A `ValueError` if they tell nothing.
+    Runs of the dense cache on a model by use, and the unit of distances, the distance of another prompt's logits.
+    Raises a `ValueError` if prompts do not change logits.
     """
 
     def __init__(self, model: PreTrainedModel):
@@ -329,7 +327,7 @@ class Reference:
                 continue
             if name == "two turns":
                 self._unit = self._distance_of_another_prompt(run)
-            # No cache is held to a twin that differs with the dense cache too
+            # A twin that differs with the dense cache too is not compared
             if twin is None or self.distance(run, self.runs[twin]) <= _EXACT:
                 self.runs[name] = run
 
@@ -345,14 +343,14 @@ class Reference:
         return control
 
     def distance(self, run: Run, other: Run) -> float:
-        """Measure how far logits are from those of the last sequences, and first tokens, of another run."""
+        """Return the distance of logits from those of another run, at its last sequences and first tokens."""
         rows, steps, _ = run.logits.shape
         return float((run.logits - other.logits[-rows:, :steps]).pow(2).mean().sqrt()) / self._unit
 
     def limit(self, nbits: Bits | None) -> float:
         """
-        Return how far logits may be from the dense cache's: as far as those of an `InexactCache` of as many bits, in
-        the use where that is farthest, and a margin.
+        Return the largest allowed distance from the dense cache's logits: that of an `InexactCache` of as many bits in
+        its worst use, with a margin.
         """
         if nbits is None:
             return _EXACT
@@ -376,12 +374,12 @@ class Comparison(NamedTuple):
 
 
 def compare(reference: Reference, form: Form, *, with_twins: bool) -> Iterator[Comparison]:
-    """Use a form of a cache as the dense cache was used, and compare."""
+    """Run a form of a cache in every use of the dense cache, and yield the distances."""
     make_cache, limit = form.prepare(reference.model), reference.limit(form.nbits)
     own: dict[str, Run] = {}
     for name, dense in reference.runs.items():
         run_use, twin = reference.uses[name]
-        # Attention that reads dense states shows no padding, which is coded with the tokens then
+        # With dense reads attention does not show padding, which is then coded like tokens
         if twin is not None and (not with_twins or own[twin].dense_reads):
             continue
         run = own[name] = run_use(reference.model, make_cache, dense.tokens)
@@ -392,7 +390,7 @@ def compare(reference: Reference, form: Form, *, with_twins: bool) -> Iterator[C
 
 
 def try_cache(reference: Reference, case: Case) -> Outcome:
-    """Run a cache on a model, and return the outcome."""
+    """Try a cache on a model, and return the outcome."""
     outcome, nearest, reads = partial(Outcome, holds=case.holds), (0.0, 1.0), 0
     try:
         for form, words in ((case.usual, ""), (case.finest, " in its finest form")):
@@ -436,7 +434,7 @@ def try_families(
     *,
     has_media: bool = False,
 ) -> Iterator[FamilyResult]:
-    """Try caches on families, each in a process of its own that is given up after some seconds."""
+    """Try caches on families, each in a process of its own, which is killed after some seconds."""
     can_fork = "fork" in multiprocessing.get_all_start_methods()
     if can_fork:
         # Load now what all processes need
@@ -471,7 +469,7 @@ def _try_apart(family: str, trial: Callable[[], FamilyResult], seconds: float) -
 
 
 def _send_result(trial: Callable[[], FamilyResult], sender: Connection) -> None:
-    # Random models with odd settings warn a lot, about nothing that is surveyed
+    # Random models with odd settings warn a lot
     warnings.simplefilter("ignore")
     logging.set_verbosity(CRITICAL)
     torch.set_num_threads(1)
@@ -479,12 +477,12 @@ def _send_result(trial: Callable[[], FamilyResult], sender: Connection) -> None:
 
 
 def prepared(name: str, **options: Any) -> Prepare:
-    """Make a registered cache with options for each model."""
+    """Return a function that makes a registered cache with options for a model."""
     return lambda model: partial(create_cache, name, model, **options)
 
 
 def calibrated(name: str, **options: Any) -> Prepare:
-    """Make a registered cache in bases that are calibrated on each model."""
+    """Return a function that makes a registered cache, calibrated on a model."""
 
     def prepare(model: PreTrainedModel) -> CacheMaker:
         calibration = calibrate_transform(model, [prompt(model, _CALIBRATION_LENGTH, 9)[0]])
@@ -495,15 +493,15 @@ def calibrated(name: str, **options: Any) -> Prepare:
 
 def own_cases(*, has_media: bool = False) -> dict[str, Case]:
     """
-    Make cases of the presets that people get, each beside a form with 8 bits, or that drops and skips nothing. None is
-    calibrated with media, as calibration reads texts.
+    Make cases of the main presets, each with a form of 8 bits or without dropped and skipped tokens. With media there
+    are no calibrated ones, as calibration reads texts.
     """
     # Layers that InfiniGen leaves whole are all that a tiny model has
     offload: dict[str, Any] = {"full_layers": ()}
-    # Speculating as for a model on a GPU
+    # Speculate as on a GPU
     fetch_all = {**offload, "alpha": float("inf"), "max_fetch_ratio": 1.0, "recent": 8, "speculate": True}
     keep_all = {"heavy_ratio": 0.5, "recent_ratio": 0.5}
-    # The byte of a row's scale errs as much as the last bit of 8
+    # The byte of a row's scale has an error as large as that of the last of 8 bits
     fine, nothing, eight = (7.0, 7.0), (0.0, 0.0), {"key_nbits": 8, "value_nbits": 8}
     # Heads of 16 channels have 6 bytes for the 3.25 bits of a value
     rows, row_bits = "keys 4, values 3.25 bits", (4.0, 3.0)
@@ -538,6 +536,6 @@ def own_cases(*, has_media: bool = False) -> dict[str, Case]:
 
 
 def cases_of(specs: list[str], bits: float) -> dict[str, Case]:
-    """Make cases of caches by their specs: presets that are surveyed as they are, others held to so many `bits`."""
+    """Make cases of caches by their specs: those of `own_cases`, and others with the limit of `bits`."""
     own = own_cases()
     return {spec: own.get(spec) or Case(Form(prepared(spec), (bits, bits)), holds=f"{bits:g} bits") for spec in specs}

@@ -1,31 +1,30 @@
-"""Every check and benchmark that wants a GPU, in two calls of less than ten minutes.
+"""Checks and benchmarks of a GPU, in two calls of less than ten minutes.
 
     kvcache-plugins bench gpu --call checks --out FOLDER
     kvcache-plugins bench gpu --call times --out FOLDER
 
-The first is the part `checks` alone, in four minutes, the second all that is timed. Both write `gpu_tables.md`, tables
-of all results in the folder, which `<!-- table: gpu_tables -->` brings into a page.
+The first runs the part `checks` in four minutes, the second all other parts. Both write `gpu_tables.md`, tables of all
+results in the folder, which `<!-- table: gpu_tables -->` shows in a page.
 
-Six parts, each in a process of its own, so that one that crashes or hangs takes nothing with it:
+There are six parts. Each runs in a process of its own, so that a crash or a hang costs no other part:
 
 - `checks`: on the GPU the kernels' tests, and attention of every compressed preset over what it has stored;
 - `attention`: decode attention alone, from compressed storage and by PyTorch's own kernels;
 - `step`: whole decode steps of a model with the shapes of an 8B Llama and random weights, caches taking turns;
 - `captured`: steps of a quarter of its layers as CUDA graphs, with coded caches and `StaticCache`, also of batches;
-- `infinigen`: decode steps over 16384 and 32768 tokens in host memory, in that of a GPU, and with full offloading;
+- `infinigen`: decode steps over 16384 and 32768 tokens in host memory, in the GPU's memory, and with full offloading;
 - `batch`: the largest batch that fits into 40 GiB, its throughput and its peak.
 
-A kernel that does not agree with plain PyTorch is not timed. Every part writes its JSON files row by row and has its
-share of the time; seconds that it leaves go to later parts. Failures, and checks skipped for want of time, are listed
-in the files too.
+A kernel that does not agree with plain PyTorch is not timed. Every part writes its JSON files row by row and has a
+share of the time; unused seconds go to later parts. Files also list failures, and checks skipped for lack of time.
 
-Three caches tell what InfiniGen's transfers cost: `offloaded`, Transformers' own, which brings every layer's keys and
-values to the GPU at every step; the same InfiniGen cache with its pool in the GPU's memory, which moves nothing over
-the bus; and `dynamic`.
+The cost of InfiniGen's transfers shows beside three caches: `offloaded`, Transformers' own, which moves every layer's
+keys and values to the GPU at every step; the same InfiniGen cache with its pool in the GPU's memory, which moves
+nothing over the bus; and `dynamic`.
 
-A batch fits if its cache is filled and `steps` tokens are decoded without the allocator running out; they are enough
-for a chunk of decoded tokens to be compressed. The model reads one sequence, and `batch_repeat_interleave` makes the
-cache the batch's, as for many continuations of one prompt; every sequence has its own bytes.
+A batch fits if its cache is filled and `steps` tokens are decoded without an error of the allocator; they are enough
+to compress a chunk of decoded tokens. The model reads one sequence, and `batch_repeat_interleave` repeats it for the
+batch, with bytes of its own for every sequence.
 """
 
 import gc
@@ -69,7 +68,7 @@ Fields = Mapping[str, int]
 
 
 class TimeBox:
-    """A limit of so many seconds, from now on, on what is still begun."""
+    """Limit of seconds from its creation on, after which no step begins."""
 
     def __init__(self, seconds: float) -> None:
         self._end = time.monotonic() + seconds
@@ -83,7 +82,7 @@ class TimeBox:
 
     @contextmanager
     def step(self, margin: float = 1.5) -> Iterator[None]:
-        """Enter a step; a `TimeIsUpError` if less is left than `margin` times the longest step so far."""
+        """Begin a step; a `TimeIsUpError` if less time is left than `margin` times the longest step so far."""
         if self.left < margin * self.longest:
             raise TimeIsUpError
         start = time.monotonic()
@@ -91,13 +90,13 @@ class TimeBox:
         self.longest = max(self.longest, time.monotonic() - start)
 
     def share(self, things: Sequence[Any]) -> Iterator[tuple[Any, "TimeBox"]]:
-        """Yield items, each with the box of its share of the remaining time."""
+        """Yield items, each with an equal share of the remaining time."""
         for number, thing in enumerate(things):
             yield thing, TimeBox(self.left / (len(things) - number))
 
 
 class Run(NamedTuple):
-    """A part's run: where its files go, on which device it is, and its time."""
+    """Run of a part: folder of its files, device and time."""
 
     out: Path
     device: torch.device
@@ -129,10 +128,10 @@ TESTS = (
     "tests/infinigen/test_on_gpu.py",
     "tests/gear/test_presets_on_gpu.py",
 )
-# The acceptance's shape first: what time is left goes to the others
+# The shape of the acceptance test comes first, others in the time that is left
 _SIZES = {"large": (16, 32768), "medium": (4, 16384), "small": (1, 4096)}
 SHAPES = {name: Shape(batch_size=size, context=context) for name, (size, context) in _SIZES.items()}
-# Whole steps: the most wanted come first, the first being the measure
+# Whole steps: the first cache is compared with, and important ones come first
 STEP_CACHES = (
     *("dynamic", "transform", "transform-16", "gear-2bit", "gear-4bit", "kivi-2bit", "infinigen", "h2o", "static"),
     *("quanto-4bit", "quanto-2bit", "hqq-4bit", "hqq-2bit"),
@@ -170,9 +169,9 @@ def add_timed(report: Result, timed: Iterable[Found], more: Mapping[str, Mapping
 
 
 def run_tests(run: Run, tests: Sequence[str] = TESTS) -> None:
-    """Run the kernels' tests: how many passed, and which did not."""
+    """Run the kernels' tests; report their numbers by outcome, and failed ones by name."""
     report = run.open("checks", "checks", tests=" ".join(tests))
-    # A GPU is stood in for in every step's; tests may bring their own `-k`, which counts then
+    # Tests of every step replace the GPU; a `-k` among `tests` counts instead of this one
     command = [sys.executable, "-m", "pytest", "-k", "not every_step", *tests, "-q", "-p", "no:cacheprovider"]
     if run.device.type == "cuda" and find_spec("xdist") is not None:
         command += ["--numprocesses", _TEST_PROCESSES, "--dist", "worksteal"]
@@ -203,12 +202,12 @@ def time_attention(
     caches: Sequence[str] = (*CACHES, "transform-16"),
     rounds: int = 50,
 ) -> None:
-    """Time decode attention alone, a file a shape. Wrong results are not timed."""
+    """Time decode attention alone, with a file for each shape. Wrong results are not timed."""
     for name, shape in shapes.items():
         title = f"attention, {shape.batch_size} x {shape.context} tokens"
         say(title)
         report = run.open(f"attention_{name}", "kernels")
-        # Most of a step goes into compiling the configurations to choose from, the first time
+        # Most of the first step is spent compiling configurations to choose from
         with report.attempt(title):
             with run.box.step():
                 contest = Contest(shape, DTYPE, run.device)
@@ -232,7 +231,7 @@ def time_whole_steps(
     caches: Sequence[str] = STEP_CACHES,
     batch_size: int = 1,
 ) -> None:
-    """Times whole decode steps of a model, caches taking turns, those that are `CAPTURED` as CUDA graphs."""
+    """Time whole decode steps of a model, caches in turns; those named `CAPTURED` as CUDA graphs."""
     report = run.open(name, "step", model, steps=steps, batch_size=batch_size)
     network = random_model(model, DTYPE, run.device)
     options = {"mode": "reduce-overhead"} if run.device.type == "cuda" else {"backend": "eager"}
@@ -246,7 +245,7 @@ def time_whole_steps(
     for each in caches:
         say(f"{name}: {each} reads {batch_size} x {context} tokens")
         with report.attempt(each), run.box.step(2):
-            # The first time is for what is compiled
+            # The first time compiles
             preset, num_tokens = each.removesuffix(CAPTURED), context + _NUM_WARM + steps
             for _ in range(2):
                 filled.pop(each, None)
@@ -263,19 +262,19 @@ def time_whole_steps(
             if each not in compiled_for:
                 require_close_layers(each, filled[each], heads_of(network.config).num_query)
             continue
-        # It has failed
+        # An error was recorded, and the end of the loop not reached
         filled.pop(each, None)
     limits: dict[str, Any] = {"seconds": run.box.left, "guard": report.attempt}
     add_timed(report, time_steps(network, filled, fed, context, compiled_for, **limits), prefills)
 
 
 def time_captured(run: Run, shapes: Sequence[tuple[int, int]] = CAPTURED_SHAPES, **arguments: Any) -> None:
-    """Times steps as CUDA graphs, a file a shape; see `time_whole_steps`."""
+    """Time steps as CUDA graphs, with a file for each shape; see `time_whole_steps`."""
     for (batch_size, context), box in run.box.share(shapes):
         name = f"captured_{batch_size}x{context}"
         own = {**arguments, "batch_size": batch_size, "context": context}
         time_whole_steps(Run(run.out, run.device, box), name, **own)
-        # Each model is compiled anew, and there is a limit to how often
+        # PyTorch limits how often a function is compiled again
         torch.compiler.reset()
         gc.collect()
 
@@ -294,8 +293,8 @@ def measure_offloading(
     context: int,
     model: Fields = LLAMA_2_7B,
     steps: int = 40,
-    # Random weights attend broadly, so the default rule always fetches the most that it may, a fifth: its worst case.
-    # A twentieth is about what it fetches of a trained model's long contexts
+    # Random weights attend broadly, so that the default rule always fetches its maximum, a fifth of the tokens. It
+    # fetches about a twentieth for trained models and long contexts
     caches: Sequence[str] = (
         "dynamic",
         "infinigen",
@@ -304,7 +303,7 @@ def measure_offloading(
         "infinigen:max_fetch_ratio=0.05",
     ),
 ) -> None:
-    """Times InfiniGen beside what it stands in for; that it is exact where all is fetched is one of the checks."""
+    """Time InfiniGen beside full offloading and a dense cache. Its exactness is tested in `checks`."""
     report = run.open(f"infinigen_{context}", "offloading", model, steps=steps)
     network = random_model(model, DTYPE, run.device)
     read, fed = random_tokens(network, context + steps).split((context, steps), dim=1)
@@ -331,7 +330,7 @@ def measure_offloading(
         torch.cuda.empty_cache()
     medians = {row["cache"]: row["median_s"] for row in report.rows}
     for row in report.rows:
-        # Each was the first, and alone
+        # Caches were timed alone, and have no first to compare with
         del row["speed_against_first"], row["relative_error"]
         if row["cache"] + RESIDENT in medians:
             row["time_against_resident"] = row["median_s"] / medians[row["cache"] + RESIDENT]
@@ -341,15 +340,15 @@ def measure_offloading(
 
 
 def time_offloading(run: Run, contexts: Sequence[int] = (32768, 16384), **arguments: Any) -> None:
-    """Time steps of InfiniGen, a file a context; see `measure_offloading`."""
+    """Time steps of InfiniGen, with a file for each context; see `measure_offloading`."""
     for context, box in run.box.share(contexts):
         measure_offloading(Run(run.out, run.device, box), context, **arguments)
 
 
 def _transfers(cache: InfiniGenCache, before: Mapping[str, Any], times: TransferTimes) -> dict[str, Any]:
     """
-    Sums up transfers since counters were `before`: a step's seconds, and, as `counted`, the bytes that a token brings
-    over the bus and those that full offloading of all real tokens in all layers would.
+    Return transfers of a step: seconds since the counters `before`, and as `counted` the bytes that a token moves over
+    the bus, and those that full offloading of all real tokens in all layers would move.
     """
     stats = cache.stats()
     # A layer takes the same step as all others
@@ -373,8 +372,8 @@ def _transfers(cache: InfiniGenCache, before: Mapping[str, Any], times: Transfer
 
 class Budget:
     """
-    Bytes that may be used: enforced inside `enforce()` by PyTorch's allocator on a GPU, which counts the peak of
-    weights, cache and whatever is computed on the way. On a CPU the cache alone counts, at the end.
+    Limit of bytes. On a GPU PyTorch's allocator enforces it inside `enforce()`, for weights, cache and activations. On
+    a CPU the cache alone counts, at the end.
     """
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
@@ -395,7 +394,7 @@ class Budget:
             torch.cuda.set_per_process_memory_fraction(1.0, self.device)
 
     def start(self) -> int:
-        """Free what the last trial left, and reset its peak; return the bytes that are not in use."""
+        """Free memory of the last trial, and reset its peak; return the bytes that are not in use."""
         gc.collect()
         if not self.is_gpu:
             return self.num_bytes
@@ -404,7 +403,7 @@ class Budget:
         return self.num_bytes - torch.cuda.memory_allocated(self.device)
 
     def peaks(self, of_cache: int) -> dict[str, int]:
-        """Read the most bytes used and held since `start`; more than the budget raises what the allocator would."""
+        """Return the peaks of used and reserved bytes since `start`; an `OutOfMemoryError` above the budget."""
         used = held = of_cache
         if self.is_gpu:
             used, held = torch.cuda.max_memory_allocated(self.device), torch.cuda.max_memory_reserved(self.device)
@@ -435,7 +434,7 @@ def run_batch(
 def measure_largest_batch(
     model: PreTrainedModel, create: Callable[[], Cache], context: int, steps: int, budget: Budget, box: TimeBox
 ) -> dict[str, Any]:
-    """Measure the largest batch that fits, of `SHARES` of what one sequence says; all tried are `trials`."""
+    """Measure the largest batch that fits, among `SHARES` of the batch predicted from one sequence; list `trials`."""
     available = budget.start()
     one = run_batch(model, create(), 1, context, 2, budget)["cache_bytes"]
     trials: list[tuple[int, bool]] = []
@@ -496,7 +495,7 @@ PARTS: dict[str, tuple[Callable[..., None], float]] = {
 CALLS = {"checks": (("checks",), 240.0), "times": (tuple(PARTS)[1:], 570.0)}
 _ALL = tuple(PARTS), 570.0
 _FEW: dict[str, Any] = {"model": llama(128, 128, 128, 1, 2, 1, 1024), "context": 128, "steps": 3}
-# Sizes that prove the script on any machine; a batch is to be of a dense sequence and a half
+# Small sizes that run the script on any machine; the budget of a batch is one and a half dense sequences
 TINY: dict[str, dict[str, Any]] = {
     "checks": {"tests": ("tests/triton_kernels/test_attention.py", "-k", "no_tokens")},
     "attention": {
@@ -518,7 +517,7 @@ TINY: dict[str, dict[str, Any]] = {
     },
     "batch": {**_FEW, "context": 64, "budget_bytes": 26_000, "caches": ("dynamic", "gear-2bit")},
 }
-# Seconds between the end of a part's time, when it begins nothing new, and the end of its process
+# Seconds from the end of a part's time, after which no step begins, to the end of its process
 _GRACE = 15.0
 
 
@@ -536,7 +535,7 @@ def run_parts(
     if device.type == "cpu" and not tiny:
         raise ValueError("torch finds no CUDA device; `--tiny` tries the script without one")
     if part is not None:
-        # cuDNN plans anew for every length, which takes 10 ms a call: `dynamic` would be slow for that alone
+        # cuDNN plans again for every length, which would cost `dynamic` 10 ms a call
         torch.backends.cuda.enable_cudnn_sdp(part == "attention")
         PARTS[part][0](Run(out, device, TimeBox(limit)), **(TINY[part] if tiny else {}))
         return
@@ -564,14 +563,14 @@ def write_tables(folder: Path) -> None:
 
 
 def _run_part(name: str, out: Path, seconds: float, tiny: bool, device: torch.device) -> None:
-    """Run a part in a process. Raise a `TimeIsUpError` if it had to be ended, or what says that it failed."""
+    """Run a part in a process. Raise a `TimeIsUpError` if it takes too long, a `CalledProcessError` if it fails."""
     arguments = ["--part", name, "--out", str(out), "--limit", str(max(seconds - _GRACE, 0.0)), *["--tiny"] * tiny]
-    # The folder `triton_kernels` of the repository's root is not to be found under that name
+    # Without it the repository's folder `triton_kernels` would be imported by that name
     environment = {**os.environ, "PYTHONSAFEPATH": "1"}
     if device.type == "cuda":
-        # Tests ask for the interpreter where they find no driver, which may lie where they do not look
+        # Tests choose the interpreter if they find no driver, which may be in another place
         environment["TRITON_INTERPRET"] = "0"
-        # Caches that grow leave holes between them otherwise, most of all the dense one
+        # Growing caches, most of all the dense one, would fragment memory
         environment.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     command = [sys.executable, "-m", "kvcache_plugins.cli", "bench", "gpu", *arguments]
     try:

@@ -1,4 +1,4 @@
-"""The ground of every measurement: caches by name, windows of text, caches filled without reading, and clocks."""
+"""Helpers that all measurements share: caches by name, windows of text, filled caches, and clocks."""
 
 import json
 import math
@@ -30,11 +30,11 @@ from kvcache_plugins.registry import create_cache
 from kvcache_plugins.reports.memory import ReportingMixin, StatValue
 
 
-# The cache that others are compared with; it comes first
+# Dense cache that others are compared with; its row comes first
 REFERENCE = "dynamic"
-# Errors that a peer's cache is known to raise in the middle of a run, which must not cost the other rows
+# Errors that caches of other projects raise in the middle of a run; the rows of other caches are kept
 CACHE_FAILURES = (ValueError, RuntimeError, IndexError, AssertionError, NotImplementedError)
-# Counters of a cache's `stats()` that stay 0 until it has answered with something other than exact states
+# Counters of `stats()` that are 0 as long as attention has seen exact states alone
 EXERCISE_COUNTERS = ("tokens_compressed", "tokens_dropped", "selected_calls", "attend_calls")
 
 QUARTILES = ("lower_quartile_s", "median_s", "upper_quartile_s")
@@ -48,7 +48,7 @@ States = Sequence[tuple[torch.Tensor, torch.Tensor]]
 
 
 def cache_factories(specs: Sequence[str], model: PreTrainedModel) -> dict[str, CacheFactory]:
-    """Make factories of caches, by their specs, and call each once: what is wrong is so before anything has run."""
+    """Make factories of caches, by their specs. Each is called once, so that errors come before any measurement."""
     factories: dict[str, CacheFactory] = {spec: partial(create_cache, spec, model) for spec in specs}
     for factory in factories.values():
         factory()
@@ -56,12 +56,12 @@ def cache_factories(specs: Sequence[str], model: PreTrainedModel) -> dict[str, C
 
 
 def cache_stats(cache: Cache) -> dict[str, StatValue]:
-    """Read a cache's own counters; empty for a third party's cache that keeps none."""
+    """Return a cache's counters; none for a third party's cache without `stats()`."""
     return dict(cache.stats()) if isinstance(cache, ReportingMixin) else {}
 
 
 def was_exercised(cache: Cache) -> bool:
-    """Return true if a cache has answered with other than exact states, or never does, so that no score misses any."""
+    """Return False if a cache's counters say that attention has seen exact states alone so far, else True."""
     if isinstance(cache, QuantizedCache):
         return any(getattr(layer, "_quantized_keys", None) is not None for layer in cache.layers)
     stats = cache_stats(cache)
@@ -69,13 +69,13 @@ def was_exercised(cache: Cache) -> bool:
 
 
 def check_is_empty(cache: Cache) -> None:
-    """Raise a `ValueError` if a cache that a factory has returned was used before."""
+    """Raise a `ValueError` if a factory has returned a cache that holds tokens."""
     if cache.get_seq_length() != 0:
         raise ValueError("A cache factory must return a fresh, empty cache every time")
 
 
 def check_length(cache: Cache, expected: int) -> None:
-    """Raise a `RuntimeError` unless a cache holds what was fed: passed by, it would score as if it lost nothing."""
+    """Raise a `RuntimeError` if a cache does not hold all fed tokens: scores would not be those of the cache."""
     if cache.get_seq_length() != expected:
         raise RuntimeError(
             f"{type(cache).__name__} reports {cache.get_seq_length()} tokens after {expected}: the model did not go "
@@ -95,8 +95,8 @@ def feed(
     autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> Iterator[torch.Tensor]:
     """
-    Feed `[B, tokens]` to a model behind what a cache holds, all in one forward or `chunk` tokens in each, and yield
-    the logits of each; a `mask` is 0 for padding, of all tokens. See `reading_options` and `check_length`.
+    Feed tokens `[B, tokens]` to a model, after those that a cache holds, and yield the logits of each forward. A
+    forward has `chunk` tokens, or all. `mask` `[B, all tokens]` is 0 for padding. See `reading_options`.
     """
     held, num_new = int(cache.get_seq_length()), token_ids.shape[1]
     every = F.pad(token_ids.to(model.device), (held, 0))
@@ -123,7 +123,7 @@ def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[torch.Te
 def load_with_tokens(
     model: str, text_file: Path, num_tokens: int, dtype: str | None = None
 ) -> tuple[PreTrainedModel, torch.Tensor]:
-    """Load a model, and encode the first tokens of a file, `[1, num_tokens]`; too short a text is a `ValueError`."""
+    """Load a model, and encode the first tokens of a file, `[1, num_tokens]`; a `ValueError` if it has fewer."""
     text = inputs.read_text(text_file, "text_file")
     network, tokenizer = inputs.load_for_evaluation(model, dtype)
     token_ids: torch.Tensor = tokenizer(text, return_tensors="pt").input_ids
@@ -133,7 +133,7 @@ def load_with_tokens(
 
 
 def read_rows(path: Path, option: str) -> list[dict[str, Any]]:
-    """Read rows of a file of JSON lines; a line that is no JSON is a `ValueError` that names it."""
+    """Read rows of a file of JSON lines; a `ValueError` names a line that is no JSON."""
     rows = []
     for number, line in enumerate(inputs.read_text(path, option).splitlines(), start=1):
         try:
@@ -147,8 +147,9 @@ def spread_windows(
     token_ids: torch.Tensor, num_windows: int, prefix_length: int, num_scored: int, start_ids: Sequence[int] = ()
 ) -> list[torch.Tensor]:
     """
-    Cut disjoint windows, spread evenly over a text `[num_tokens]` without special tokens: `prefix_length` tokens,
-    `start_ids` among them, `num_scored`, and one more to predict. Too short a text is a `ValueError`.
+    Cut disjoint windows, spread evenly over a text `[num_tokens]` without special tokens. A window has `prefix_length`
+    tokens, which begin with `start_ids`, then `num_scored`, and one more to predict. Raise a `ValueError` if the text
+    is too short.
     """
     check_integer("num_windows", num_windows, 1)
     check_integer("prefix_length", prefix_length, len(start_ids) + 1)
@@ -167,7 +168,7 @@ def spread_windows(
 def load_with_windows(
     model: str | inputs.LoadedModel, text_file: Path, sizes: tuple[int, int, int], *place: str | None
 ) -> tuple[PreTrainedModel, list[torch.Tensor]]:
-    """Load a model, at a `place` of dtype and device, and cut windows of `sizes` of a file, see `spread_windows`."""
+    """Load a model in a dtype on a device (`place`), and cut windows of a file; `sizes` as for `spread_windows`."""
     text = inputs.read_text(text_file, "text_file")
     network, tokenizer = inputs.load_for_evaluation(model, *place)
     token_ids, start_ids = encode_text(tokenizer, text)
@@ -175,18 +176,18 @@ def load_with_windows(
 
 
 def stretch_stops(stretch: int, num_scored: int) -> list[int]:
-    """List where the stretches of `perplexity` end, in scored tokens."""
+    """List the ends of stretches of `stretch` scored tokens each; the last may be shorter."""
     return [min(start + stretch, num_scored) for start in range(0, num_scored, stretch)]
 
 
-# Caches that hold a long context which no model has read: the states of a short text, repeated. Reading 16384 tokens
-# takes minutes and has no part in what a decode step costs. The repeated keys keep the positions that they were read
-# at, and caches that code a prompt by its queries see none: no time depends on either.
+# Long contexts for timing decode steps: the keys and values of a short text, repeated, as reading 16384 tokens takes
+# minutes. Repeated keys have the positions of the short text, and caches see no queries of the prompt. The time of a
+# step depends on neither.
 
 
 @torch.inference_mode()
 def read_states(network: PreTrainedModel, token_ids: torch.Tensor) -> States:
-    """Read tokens `[B, T]`; return keys and values of every layer, `[B, H, T, D]`."""
+    """Read tokens `[B, T]` into a dense cache; return keys and values of every layer, `[B, H, T, D]`."""
     cache = DynamicCache(config=network.config)
     network(token_ids, **as_argument(cache), logits_to_keep=1)
     layers: list[Any] = cache.layers
@@ -197,7 +198,7 @@ def read_states(network: PreTrainedModel, token_ids: torch.Tensor) -> States:
 
 @torch.inference_mode()
 def fill_with_states(cache: Cache, states: States, context: int, batch_size: int = 1) -> None:
-    """Fill a cache with `context` tokens, states repeated as often as need be, in each of `batch_size` sequences."""
+    """Fill a cache with `context` tokens of repeated `states` in each of `batch_size` sequences."""
     layers: list[Any] = cache.layers
     for index, sides in enumerate(states):
         times = -(-context // sides[0].shape[2])
@@ -219,7 +220,7 @@ def fill_with_states(cache: Cache, states: States, context: int, batch_size: int
 def time_call(
     function: Callable[[], Any], device: torch.device | None = None, clock: Callable[[], float] = time.perf_counter
 ) -> float:
-    """Time a function in seconds of a clock, work that it leaves to a GPU included."""
+    """Return the seconds that a function takes by a clock, with the work that it starts on a GPU."""
     is_gpu = device is not None and device.type == "cuda"
     if is_gpu:
         torch.cuda.synchronize(device)
@@ -232,8 +233,9 @@ def time_call(
 
 def time_on_gpu(function: Callable[[], Any], ahead: Callable[[], Any]) -> float:
     """
-    Times in seconds how long a GPU is busy with what a function starts. While it does what is `ahead`, Python gets the
-    launches ready; that should also move more bytes than the GPU's cache holds, which would otherwise serve the data.
+    Return the seconds that a GPU is busy with the work of a function. `ahead` starts work before it, which has to last
+    longer than Python needs for the function's launches, and move more bytes than the GPU's cache holds, so that the
+    function reads from memory.
     """
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     ahead()
@@ -245,7 +247,7 @@ def time_on_gpu(function: Callable[[], Any], ahead: Callable[[], Any]) -> float:
 
 
 def spread(seconds: Sequence[float]) -> dict[str, float]:
-    """Compute median, its interval and quartiles, of fewer than three the extremes, under the names of results."""
+    """Return median, quartiles (extremes of fewer than three) and interval of the median, named as in results."""
     extremes = [min(seconds), statistics.median(seconds), max(seconds)]
     quartiles = extremes if len(seconds) < 3 else statistics.quantiles(seconds, n=4)
     return dict(zip((*QUARTILES, *INTERVAL), (*quartiles, *median_interval(seconds)), strict=True))
@@ -253,10 +255,8 @@ def spread(seconds: Sequence[float]) -> dict[str, float]:
 
 def median_interval(seconds: Sequence[float]) -> tuple[float, float]:
     """
-    Return the two samples between which the median of all possible ones lies with a confidence of 95 %.
-
-    The number of samples below that median is binomial: the next pair inwards would be less sure. Fewer than six
-    samples give their extremes, which are less sure too.
+    Return two samples: the true median lies between them with a confidence of at least 95 %, by the binomial
+    distribution. Fewer than six samples return their extremes, whose confidence is lower.
     """
     ordered = sorted(seconds)
     count = len(ordered)
@@ -280,9 +280,9 @@ def take_turns(
     guard: Callable[[str], AbstractContextManager[object]] = nullcontext,
 ) -> dict[str, list[float]]:
     """
-    Time functions, given the number of the round, that take turns, so that what disturbs the machine disturbs them
-    alike. After `seconds` no further round begins, once there were three. `guard` is entered with a name around each
-    call: a function whose call it ends early takes no further turns.
+    Time functions in turns, so that other work of the machine slows all of them alike. A function gets the number of
+    the round. No round begins after `seconds`, except the first three. `guard`, a context manager made with the
+    function's name, is around each call: if it suppresses an error, the function takes no further turns.
     """
     measured: dict[str, list[float]] = {name: [] for name in functions}
     for function in functions.values():
@@ -300,7 +300,7 @@ def take_turns(
 
 
 class TokenTimer(StoppingCriteria):
-    """Notes when it is made, right before `generate`, and each token's time; calls `on_token` and stops nothing."""
+    """Records the time of its creation, right before `generate`, and of each token, and calls `on_token`."""
 
     def __init__(
         self, clock: Callable[[], float] = time.perf_counter, on_token: Callable[[], None] = lambda: None
@@ -320,6 +320,6 @@ class TokenTimer(StoppingCriteria):
 
     @property
     def seconds_per_token(self) -> float | None:
-        """Median over the decoded tokens, the first of them left out as a warm-up; `None` when nothing is left."""
+        """Median over the decoded tokens but the first, which warms up; `None` if there is no other."""
         intervals = [after - before for before, after in zip(self.times[1:], self.times[2:], strict=False)]
         return statistics.median(intervals[1:]) if len(intervals) > 1 else None

@@ -1,4 +1,4 @@
-"""A dense cache with random errors, to which caches that lose as much are compared."""
+"""Dense cache with random errors, as a measure for caches of a given number of bits."""
 
 from typing import Any
 
@@ -8,15 +8,15 @@ from transformers import DynamicCache, PreTrainedConfig
 from kvcache_plugins.registry import get_config
 
 
-# Windows that caches leave to Transformers
+# Longest window that stays exact
 _SHORT_WINDOW = 64
 
 
 class InexactCache(DynamicCache):
     """
-    A dense cache of keys and values that err as if they were coded in so many bits each, from the update after their
-    own on: by random errors, `2 * 2**-nbits` of a state's norm. No code of Gaussian numbers errs by less than
-    `2**-nbits`; those in the steps of a range err by 1.8 times as much with 2 bits and groups of 64, by 1.5 with 4.
+    Dense cache whose keys and values have random errors like those of a code of some bits, `2 * 2**-nbits` of a
+    state's norm. An update returns its own states exact. Codes of Gaussian numbers have errors of at least
+    `2**-nbits`; uniform quantization in groups of 64 has 1.8 times as much at 2 bits, 1.5 times at 4.
 
     Args:
         config (`PreTrainedConfig` or `PreTrainedModel`): the model, or its config.

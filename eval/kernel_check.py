@@ -1,4 +1,4 @@
-"""Checks that a kernel computes the same as plain PyTorch, before anything is timed."""
+"""Comparison of kernels with plain PyTorch, before anything is timed."""
 
 import copy
 import os
@@ -18,13 +18,13 @@ _VARIABLE = "KVCACHE_PLUGINS_KERNELS"
 
 
 class MismatchError(RuntimeError):
-    """A kernel's output is not what it should be."""
+    """Error of a kernel whose output differs from plain PyTorch."""
 
 
 def require_close(name: str, output: torch.Tensor, expected: torch.Tensor) -> float:
     """
-    The relative RMS error of `output` against `expected`, of the same shape and best in float32; a `MismatchError` if
-    it is above the tolerance for the dtype, or not a number.
+    Return the relative RMS error of `output` against `expected`, which has the same shape, best in float32. Raise a
+    `MismatchError` if it is not below the tolerance of the dtype.
     """
     error = ((output.float() - expected.float()).square().mean() / expected.float().square().mean()).sqrt().item()
     # Not `>=`: NaN has to fail
@@ -35,7 +35,7 @@ def require_close(name: str, output: torch.Tensor, expected: torch.Tensor) -> fl
 
 @contextmanager
 def plain_pytorch() -> Iterator[None]:
-    """Inside, caches compute attention in plain PyTorch."""
+    """Compute attention of caches in plain PyTorch inside the `with` block."""
     before = os.environ.get(_VARIABLE)
     os.environ[_VARIABLE] = "torch"
     try:
@@ -54,9 +54,9 @@ def require_close_layers(name: str, cache: Cache, num_query_heads: int) -> float
     for index, layer in enumerate(cache.layers):
         if not isinstance(layer, CompressedLayer):
             continue
-        # An attention that a prompt is waiting for sees it exact
+        # Attention would see a prompt exact that is not committed
         layer.commit_prompt()
-        # It shares all that is stored, while what it learns of queries is forgotten: these are random
+        # A copy shares storage, and drops statistics of these random queries
         probed = copy.copy(layer)
         batch_size, _, _, head_dim = layer.states_shape("keys")
         query = torch.randn(batch_size, num_query_heads, 1, head_dim, device=layer.device, dtype=layer.dtype)

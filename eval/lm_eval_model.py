@@ -1,4 +1,4 @@
-"""lm-eval's model `kvcache`: any registered cache on any task, in the loop: see `docs/guides/evaluation.md`.
+"""lm-eval's model `kvcache`: tasks through any registered cache, see `docs/guides/evaluation.md`.
 
 Importing this module registers the model. lm-eval's releases with entry points for models find it themselves.
 """
@@ -36,7 +36,7 @@ MODES = ("auto", "prefix", "chunk", "decode")
 NAMES = ("kvcache", "hf-kvcache")
 
 Answer = TypeVar("Answer")
-# One request of lm-eval: its strings (or `None`), the tokens of the context and those of the continuation
+# Request of lm-eval: its strings (or `None`), tokens of the context, and tokens of the continuation
 Request = tuple[tuple[str, str] | None, list[int], list[int]]
 # A context, and the numbers of the requests that have it
 Group = tuple[tuple[int, ...], list[int]]
@@ -54,12 +54,11 @@ class KVCacheLM(HFLM):
         cache_mode (`str`, *optional*, defaults to `"auto"`): how scored tokens go through the cache. `prefix`: the
             context in one forward, then each continuation in one. `chunk`: both, `cache_chunk` tokens a forward.
             `decode`: the context in one forward, then continuations token by token. `auto`: `decode` for caches that
-            are exact for several new tokens at once (InfiniGen); for others `chunk` where there is no context (rolling
-            perplexity), else `prefix`.
+            are exact for several new tokens at once (InfiniGen); for others `prefix`, or `chunk` without a context
+            (rolling perplexity).
         cache_chunk (`int`, *optional*, defaults to 64): tokens a forward of `chunk`.
-        cache_check (`bool`, *optional*, defaults to `True`): raise an error if a cache was never exercised, that is,
-            if it held exact states only, because contexts are shorter than its buffer, and scores say nothing about
-            it. Otherwise warn.
+        cache_check (`bool`, *optional*, defaults to `True`): raise an error if no context has exercised the cache: all
+            were shorter than its exact buffer, so that scores are those of exact states. Otherwise warn.
         kwargs:
             `cache_` and an option's name sets that option of the cache: `cache_rank=8`. Everything else is of `HFLM`;
             `batch_size="auto"` is the most contexts that fit on a GPU, and 1 on a CPU.
@@ -105,12 +104,12 @@ class KVCacheLM(HFLM):
         super().__init__(pretrained, **kwargs)
         self._rank, self._world_size = find_rank(self)
         if self.batch_size == "auto" and self.device.type == "cpu":
-            # lm-eval tries 64 of the longest contexts, and less where memory runs out: on a CPU it would try for hours
-            logger.warning("`batch_size` is 1: `auto` looks for what fits on a GPU. On a CPU give a number for more.")
+            # lm-eval begins with 64 of the longest contexts, which takes hours on a CPU
+            logger.warning("`batch_size` is 1: `auto` finds what fits on a GPU. On a CPU give a number for more.")
             self.batch_size_per_gpu = 1
         # Record of all calls and processes, after the last call
         self._record = CacheRecord()
-        # Let a cache that cannot serve this model raise now, not after an hour of building requests
+        # A cache that this model cannot have raises here, before lm-eval builds requests
         self._decodes_alone = getattr(self._create_cache(), "is_exact_for_many", False)
         self._scorer = ContinuationScorer(
             self._inner_model, self._create_cache, autocast=self._autocast, softmax_dtype=self.softmax_dtype
@@ -147,7 +146,7 @@ class KVCacheLM(HFLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[Request], disable_tqdm: bool = False, override_bs: int | None = None
     ) -> list[tuple[float, bool]]:
-        """Log-likelihood of every continuation, and whether it is greedy: see `HFLM`, whose order and cuts it has."""
+        """Return the log-likelihood of each request, and True if its continuation is greedy, as `HFLM` does."""
         cut = [self._cut(context, continuation) for _, context, continuation in requests]
         groups = group_by_context(cut)
         answers: dict[int, tuple[float, bool]] = {}
@@ -160,7 +159,7 @@ class KVCacheLM(HFLM):
                 scores = self._scorer.score(contexts, continuations, self._feeding(contexts))
                 is_longest = batch[0] is groups[0] and requests[batch[0][1][0]][0] is not None
                 if self.cache_check and is_longest and self.world_size == 1:
-                    # No other context of this call is longer: better to fail now than at its end
+                    # No later context is longer, so that the error at the end of the call can come now
                     self._require_exercise(self._scorer.record)
                 for (_, numbers), of_context in zip(batch, scores, strict=True):
                     for number, score in zip(numbers, of_context, strict=True):
@@ -174,7 +173,7 @@ class KVCacheLM(HFLM):
     def _model_call(
         self, inps: torch.Tensor, attn_mask: torch.Tensor | None = None, labels: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """One forward through a fresh cache: what `batch_size=auto` tries batches with."""
+        """Run one forward through a fresh cache; `batch_size=auto` tries batches by it."""
         with torch.no_grad(), self._autocast():
             return self.model(inps, **as_argument(self._create_cache()), use_cache=True).logits
 
@@ -193,7 +192,7 @@ class KVCacheLM(HFLM):
         return output
 
     def set_cache_hook(self, cache_hook: CacheHook) -> None:
-        """Take lm-eval's store of responses (`use_cache`), which knows no caches, if it is of this very setting."""
+        """Use lm-eval's store of responses (`use_cache`); a `ValueError` if it was filled with another setting."""
         store = cache_hook.dbdict
         if store is not None:
             setting = json.dumps(self._describe_setting(), sort_keys=True, default=str)
@@ -207,7 +206,7 @@ class KVCacheLM(HFLM):
         super().set_cache_hook(cache_hook)
 
     def get_model_info(self) -> dict[str, Any]:
-        """Describe, for the results, the cache beside the model: how it was used and the bytes that it held."""
+        """Return lm-eval's description of the model, with the cache's setting, counters and memory."""
         record = self._record
         cache = {
             **self._describe_setting(),
@@ -219,7 +218,7 @@ class KVCacheLM(HFLM):
         return {**super().get_model_info(), "cache": cache}
 
     def _describe_setting(self) -> dict[str, Any]:
-        """All that a score depends on beside the request."""
+        """Return everything that a score depends on beside the request."""
         return {
             "model": self.pretrained if isinstance(self.pretrained, str) else self.pretrained.name_or_path,
             "dtype": str(self._inner_model.dtype).removeprefix("torch."),
@@ -232,7 +231,7 @@ class KVCacheLM(HFLM):
     # Batches of requests
 
     def _cut(self, context: list[int], continuation: list[int]) -> tuple[list[int], list[int]]:
-        """The tokens that fit: contexts that are too long lose their beginning, as in `HFLM`."""
+        """Cut the beginning of a context that is too long for the model, as `HFLM` does."""
         if not context or not continuation:
             raise ValueError("A request needs at least one token of context and one of continuation")
         if len(continuation) > self.max_length:
@@ -243,13 +242,13 @@ class KVCacheLM(HFLM):
         return context[max(excess, 0) :], continuation
 
     def _batches(self, groups: list[Group], size: int | None) -> list[list[Group]]:
-        """Group requests in batches of contexts that are prefilled together."""
+        """Return batches of groups whose contexts are prefilled together."""
         if not groups:
             return []
         if size is None:
             longest = (None, list(groups[0][0]), [0])
             size = self._detect_batch_size([longest]) if self.batch_size == "auto" else int(self.batch_size)
-        # A context of one token fills nothing: it goes its own way through the cache. These come last
+        # Contexts of one token fill nothing, and come last, in batches of their own
         first = next((at for at, (context, _) in enumerate(groups) if len(context) == 1), len(groups))
         parts = groups[:first], groups[first:]
         return [part[start : start + size] for part in parts for start in range(0, len(part), size)]
@@ -271,7 +270,7 @@ class KVCacheLM(HFLM):
         answers = answer(requests, disable_tqdm)
         records = [self._scorer.record] * self.world_size
         if self.world_size > 1:
-            # All processes judge alike: one that stopped alone would leave the others waiting
+            # Every process checks the counters of all: otherwise one would raise while others wait for it
             torch.distributed.all_gather_object(records, self._scorer.record)
         record = merge_records(records)
         self._record = merge_records([self._record, record])
@@ -284,7 +283,7 @@ class KVCacheLM(HFLM):
         return answers
 
     def _require_exercise(self, record: CacheRecord) -> None:
-        """Raise an error, or warn if that was wished, unless a context of a call's record has exercised the cache."""
+        """Raise a `ValueError`, or warn without `cache_check`, if no context of a record has exercised the cache."""
         if record.counters["contexts_exercised"]:
             return
         problem = (
@@ -301,8 +300,8 @@ class KVCacheLM(HFLM):
 
 def group_by_context(requests: Sequence[tuple[list[int], list[int]]]) -> list[Group]:
     """
-    Group requests that share a context, to be prefilled once; a single token is not worth sharing. The longest come
-    first: what does not fit, or what no context is long enough for, shows at once.
+    Group requests that share a context, to be prefilled once; contexts of one token are not shared. The longest come
+    first, so that too little memory, or contexts that exercise no cache, are errors at the start.
     """
     groups: dict[tuple[tuple[int, ...], int | None], list[int]] = {}
     for number, (context, _) in enumerate(requests):
@@ -328,7 +327,7 @@ def take_cache(spec: str, kwargs: dict[str, Any]) -> tuple[str, dict[str, Option
 
 
 def find_rank(model: HFLM) -> tuple[int, int]:
-    """Find this process' number and how many there are; without GPUs lm-eval's model has each answer everything."""
+    """Return rank and number of processes; lm-eval's own would have each process on CPUs answer all requests."""
     accelerator = getattr(model, "accelerator", None)
     if accelerator is None:
         return model.rank, model.world_size
@@ -336,11 +335,11 @@ def find_rank(model: HFLM) -> tuple[int, int]:
 
 
 def merge_records(records: Sequence[CacheRecord]) -> CacheRecord:
-    """Merge records of processes, or of calls: counters summed, the longest cache of all."""
+    """Merge records of processes, or of calls: sum counters, and keep memory of the longest cache."""
     counters: Counter[str] = sum((record.counters for record in records), Counter())
     return replace(max(records, key=lambda record: record.largest_length), counters=counters)
 
 
-# A second import of this file, as notebooks do after an edit, is not an error
+# Notebooks import this file again after an edit
 if not any(name in MODEL_REGISTRY for name in NAMES):
     register_model(*NAMES)(KVCacheLM)

@@ -1,8 +1,8 @@
 """Pictures and sounds for tiny models: the inputs that a family takes, found by trying.
 
-A picture or sound is an array that depends on the token in front of its placeholders, so that tokens alone say all
-that a model reads. Families name their inputs alike: each input of a forward is made by its name, in the shapes that
-families use, until the model answers and its logits depend on the array.
+A picture or sound is an array that depends on the token before its placeholders, so that tokens determine everything
+that a model reads. Families share names of inputs. Inputs are tried by name, in the shapes that families use, until
+the model runs and its logits depend on the array.
 """
 
 import inspect
@@ -86,13 +86,13 @@ def media_inputs(model: PreTrainedModel, tokens: torch.Tensor, start: int = 0) -
 
 def find_media(model: PreTrainedModel) -> Media:
     """
-    Find the form of pictures, sounds or source texts that a model takes, and remember it. Raise a `ValueError` with
-    the reasons if it is none of the known ones.
+    Find the form of pictures, sounds or source texts that a model takes, and keep it in an attribute. Raise a
+    `ValueError` with the reasons if no known form fits.
     """
     _set_tokens(model.config)
     for parameter in model.parameters():
         if parameter.dim() > 1 and not parameter.any():
-            # A projection that begins at nothing would hide the picture
+            # A projection of zeros would hide the picture
             torch.nn.init.normal_(parameter, std=0.1)
     reason = ""
     accepted = set(inspect.signature(model.forward).parameters)
@@ -190,14 +190,14 @@ def _forms(model: PreTrainedModel) -> Iterator[tuple[str, tuple[int, ...], Input
 
 
 def _feature_function(model: PreTrainedModel, name: str) -> Callable[..., Any] | None:
-    """Return the method that makes features of pictures or sounds, of a model whose placeholders become them."""
+    """Return the method that makes features of pictures or sounds, if placeholders stand for them."""
     method = "get_image_features" if name == "pixel_values" else "get_audio_features"
     holders = [each for each in (model, getattr(model, "model", None)) if hasattr(each, method)]
     return getattr(holders[0], method) if holders and not model.config.is_encoder_decoder else None
 
 
 def _count(model: PreTrainedModel, name: str, size: tuple[int, ...], others: Inputs) -> int:
-    """Count the features that a model makes of a picture or sound: as many placeholders stand for it."""
+    """Count the features of a picture or sound, which is the number of its placeholders."""
     function = _feature_function(model, name)
     if function is None:
         return 0
@@ -210,7 +210,7 @@ def _count(model: PreTrainedModel, name: str, size: tuple[int, ...], others: Inp
 
 
 def _numbers(config: PreTrainedConfig) -> Any:
-    """Return a function that finds a number of a config's parts by name, the smallest that is named so."""
+    """Return a function that finds the smallest number of a name in a config and its parts."""
     found: dict[str, list[int]] = {}
 
     def walk(part: PreTrainedConfig) -> None:

@@ -1,4 +1,4 @@
-"""Observe InfiniGen caches from outside: how many of the tokens chosen were right, and how long transfers took."""
+"""Observers of InfiniGen caches: shares of well chosen tokens, and seconds of transfers."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from kvcache_plugins.kernels.selective_attention import Selection
 
 class HitCounter:
     """
-    Counts how many of the tokens that a cache chooses from now on are among as many with the highest true weights.
-    All keys are read in every step; a copy of the cache is not counted.
+    Counter of chosen tokens that are among as many with the highest true weights. All keys are read in every step;
+    copies of the cache are not observed.
 
     Attributes:
         hits, possible (`int`): tokens that were right, and tokens that were chosen.
@@ -39,7 +39,7 @@ class HitCounter:
             self._count(layer, call, selection)
             return output
 
-        # A plan selects and attends at once, and shows no selection
+        # A plan would select and attend without a selection to observe
         vars(layer).update(attend_selection=attend_and_count, _plan_next_steps=lambda query, scale: None)
 
     def _count(self, layer: InfiniGenLayer, call: AttentionCall, selection: Selection) -> None:
@@ -54,7 +54,7 @@ class HitCounter:
 
 
 def count_hits(selection: Selection, scores: torch.Tensor) -> torch.Tensor:
-    """Count the tokens chosen that are among as many with the highest true weights, by scores `[B, H, G, N]`."""
+    """Count chosen tokens that are among as many with the highest true weights, given scores `[B, H, G, N]`."""
     best = scores.softmax(dim=3).mean(dim=2).topk(selection.slots.shape[2], dim=2).indices
     ranks = torch.arange(best.shape[2], dtype=torch.int64, device=best.device) < selection.count[..., None]
     is_best = torch.zeros(*best.shape[:2], scores.shape[3], dtype=torch.bool, device=best.device)
@@ -64,8 +64,8 @@ def count_hits(selection: Selection, scores: torch.Tensor) -> torch.Tensor:
 
 class TransferTimes:
     """
-    Sums seconds that a GPU spends, inside of the `with` block, on transfers of InfiniGen caches (`transfer_s`) and on
-    waiting for them (`stalled_s`), between pairs of events. The host waits for nothing before `seconds`.
+    Seconds that a GPU spends inside the `with` block on transfers of InfiniGen caches (`transfer_s`) and on waiting
+    for them (`stalled_s`), from pairs of events. The host waits in `seconds` alone.
     """
 
     def __init__(self) -> None:
@@ -96,7 +96,7 @@ class TransferTimes:
         return timed
 
     def seconds(self) -> dict[str, float]:
-        """Sum seconds under each name. Wait for all of it; the time that two events take is included."""
+        """Wait for all events, and sum seconds by name; the time of the events themselves is included."""
         total = {"transfer_s": 0.0, "stalled_s": 0.0}
         for name, begin, end in self._events:
             end.synchronize()

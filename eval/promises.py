@@ -1,5 +1,5 @@
 """
-The promises that a change may not break: bytes, KL and speed of caches, against a table frozen at an older commit.
+Comparison of bytes, KL and speed of caches with a table frozen at an older commit, which changes may not exceed.
 
     make promises                                          # all three
     python -m kvcache_plugins.eval.promises bytes fidelity # some of them
@@ -10,9 +10,9 @@ The promises that a change may not break: bytes, KL and speed of caches, against
 - speed: decode steps of SmolLM2, one thread, in turns with `dynamic`, at least .94 of the frozen ratio; on a quiet
   machine.
 
-The table is `eval/results/promises/frozen.json`. A promise that is given up on purpose is taken out of it by hand, and
-the reason stands under `given_up`; a cache that has another name now, or is an option of another (`name:key=value`),
-stands under `renamed`.
+The table is `eval/results/promises/frozen.json`. A promise that is given up on purpose is removed from it by hand,
+with the reason under `given_up`. A cache that has another name now, or is an option of another (`name:key=value`), is
+under `renamed`.
 """
 
 import json
@@ -44,7 +44,7 @@ _STEPS, _WARM_UP = 24, 4
 
 @torch.no_grad()
 def measure_bytes(frozen: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Bytes that the frozen table's caches hold by the length of the prompt, or the name of the error instead."""
+    """Measure bytes of the frozen table's caches by the length of the prompt; an error's name instead of a number."""
     model = random_model(llama(300, 256, 256, 2, 4, 2, 4096, head_dim=64), torch.float32)
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(3, 299, (1, max(_LENGTHS) + _DECODED), generator=generator, device="cpu")
@@ -58,7 +58,7 @@ def measure_bytes(frozen: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]
                 for at in range(length, length + _DECODED):
                     model(ids[:, at : at + 1], **as_argument(cache))
                 row[str(length)] = cache.memory().total_bytes if hasattr(cache, "memory") else None
-            # A cache that this model or machine cannot have is a fact of the table
+            # The table also has the errors of caches that this model or machine cannot have
             except (ValueError, ImportError, AttributeError) as error:
                 row[str(length)] = type(error).__name__
     return measured
@@ -70,7 +70,7 @@ def _load() -> tuple[PreTrainedModel, PreTrainedTokenizerBase, str]:
 
 
 def measure_fidelity(frozen: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """KL of the frozen table's caches to the dense one, behind a prompt and decoded 16 tokens at a time."""
+    """Measure the KL of the frozen table's caches after a prompt, and decoded 16 tokens at a time."""
     model, tokenizer, text = _load()
     windows = [tokenizer(text[at:], return_tensors="pt").input_ids[0, : _PROMPT + _SCORED + 1] for at in (0, 9000)]
     factories = cache_factories(list(frozen), model)
@@ -85,7 +85,7 @@ def measure_fidelity(frozen: dict[str, dict[str, Any]]) -> dict[str, dict[str, A
 
 @torch.no_grad()
 def measure_speed(frozen: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Decode steps of the frozen table's caches, as speed-ups over `dynamic`, by the length of the context."""
+    """Measure decode steps of the frozen table's caches, as speed-ups over `dynamic`, by length of the context."""
     torch.set_num_threads(1)
     model, tokenizer, text = _load()
     ids = tokenizer(text * 3, return_tensors="pt").input_ids
@@ -132,7 +132,7 @@ def _as_named_now(frozen: dict[str, Any], part: str) -> dict[str, dict[str, Any]
 
 
 def losses(frozen: dict[str, Any], measured: dict[str, Any]) -> Iterator[str]:
-    """Yield a line for every frozen number that what is measured does not hold."""
+    """Yield a line for every frozen number that a measured one exceeds."""
     for part, found in measured.items():
         for outer, row in _as_named_now(frozen, part).items():
             for inner, before in row.items():
@@ -142,7 +142,7 @@ def losses(frozen: dict[str, Any], measured: dict[str, Any]) -> Iterator[str]:
 
 
 def main(parts: list[str]) -> int:
-    """Measure the parts named, or all, and print what is lost; 1 if anything is."""
+    """Measure some parts, or all, and print broken promises; return 1 if there are any."""
     frozen = json.loads((FOLDER / "frozen.json").read_text(encoding="utf-8"))
     measured = {part: MEASURES[part](_as_named_now(frozen, part)) for part in parts or MEASURES}
     lost = list(losses(frozen, measured))

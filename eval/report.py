@@ -2,8 +2,8 @@
 
     python -m kvcache_plugins.eval.report
 
-puts together what was measured apart: it reads the files named below from `eval/results/`, predicts bytes from a
-model's config alone, writes `overview.json`, from which the table is rendered, there, and draws `FIGURE`.
+combines results: it reads the files named below from `eval/results/`, predicts bytes from a model's config alone,
+writes `overview.json` there, from which the table is rendered, and draws `FIGURE`.
 """
 
 from collections.abc import Sequence
@@ -39,7 +39,7 @@ CACHES = {
     "llamacpp-q4_0": "llama.cpp's type",
     "turboquant-4bit": "TurboQuant",
 }
-# Caches that are rarely used, and those that are no presets: they would crowd the figure
+# Rare caches, and options of presets, are left out of the figure
 _NOT_DRAWN = (
     *("per-token-*", "gear-l-*", "kcvt-*", "hqq-*", "quanto-*"),
     *("gear-k2*", "gear-k3*", "gear-k4v4*", "*:*"),
@@ -48,12 +48,12 @@ _NOT_DRAWN = (
 
 def merge_fidelity(results: Path, names: Sequence[str]) -> dict[str, Any]:
     """
-    Merge results of `eval fidelity`; of a cache that several have the first counts, and files that are not there are
-    left out. Results that were not measured in the same way are a `ValueError`.
+    Merge results of `eval fidelity`, without missing files; a cache in several files counts in the first. Raise a
+    `ValueError` if results have different settings.
     """
     found = [results / name for name in names if (results / name).is_file()]
     contents = [read_result(path) for path in found]
-    # Options that were not given, and those that there were not yet, are alike; a batch gives the same figures
+    # Options without a value, and those that older results lack, are equal; batches do not change results
     given = [{key: value for key, value in each["settings"].items() if value and key != "batch"} for each in contents]
     if any(each != given[0] for each in given):
         raise ValueError(f"{', '.join(names)} were not measured in the same way")
@@ -65,13 +65,13 @@ def merge_fidelity(results: Path, names: Sequence[str]) -> dict[str, Any]:
 
 
 def select_drawn(merged: dict[str, Any]) -> dict[str, Any]:
-    """Leave out the rows that are in tables alone."""
+    """Return the rows that are drawn."""
     rows = [row for row in merged["rows"] if not any(fnmatchcase(row["cache"], each) for each in _NOT_DRAWN)]
     return {**merged, "rows": rows}
 
 
 def compile_overview(results: Path) -> dict[str, Any]:
-    """Compile for each cache percent of 16 bits, KL while decoding, and speed beside `dynamic`."""
+    """Return percent of 16 bits, KL while decoding, and speed against `dynamic` of each cache."""
     kl = {row["cache"]: row["kl"] for row in read_result(results / FIDELITY)["rows"]}
     speeds: dict[str, float] = {}
     for row in (row for name in STEPS for row in read_result(results / name)["rows"]):
@@ -87,7 +87,7 @@ def compile_overview(results: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Write `eval/results/overview.json` and draw the figure, of what was decoded."""
+    """Write `eval/results/overview.json`, and draw the figure."""
     from .figures import draw_result
 
     path = RESULTS / "overview.json"

@@ -1,4 +1,4 @@
-"""Reading of measured results, with the caches' names of today."""
+"""Reading of results; caches get their present names."""
 
 import json
 import re
@@ -8,25 +8,25 @@ from typing import Any
 from kvcache_plugins.registry import RENAMED_CACHES
 
 
-# Before, `gear` was the default, transform coding, and `gear-t*`, `gear-c*` were its presets
+# Until then `gear` was transform coding, and `gear-t*` and `gear-c*` were its presets
 RENAMED_AT = "2026-11-28T17:24"
 _OLD_NAME = re.compile(r"(?<![\w-])(infinigen-gear|gear-t\d+|gear-c\d+|gear(?=$|[:,]))")
 
 
 def read_result(path: Path) -> dict[str, Any]:
-    """Read the JSON of a measurement; caches that had other names when it was made get those of today."""
+    """Read the JSON of a result; caches of older results get their present names."""
     content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return _rename(content) if content.get("date", "") < RENAMED_AT else content
 
 
 def rename_cache(spec: str) -> str:
-    """Return the name of today of a cache that was measured before `RENAMED_AT`."""
+    """Return the present name of a cache that was measured before `RENAMED_AT`."""
 
     def new_name(match: re.Match[str]) -> str:
         old = match[1]
         if old == "gear":
             return "transform"
-        # Presets that are gone keep their numbers
+        # Presets that were removed keep their numbers
         return RENAMED_CACHES.get(old) or old.replace("gear-t", "transform-").replace("gear-c", "calibrated-")
 
     return _OLD_NAME.sub(new_name, spec)

@@ -1,4 +1,4 @@
-"""Yields of a benchmark: its rows, and fields beside them. Help reads this module, so it imports nothing heavy."""
+"""Objects that a benchmark yields: rows and other fields. Help reads this module, so it imports nothing heavy."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -16,11 +16,11 @@ class Settings(dict[str, Any]):
 
 
 class Content(dict[str, Any]):
-    """Fields of a result beside its rows. `device` and `versions` take the place of what is the rule."""
+    """Fields of a result beside its rows. `device` and `versions` replace those of `provenance`."""
 
 
 class KnownRows(list[dict[str, Any]]):
-    """Rows of an earlier run, which its file has already."""
+    """Rows of an earlier run, read from its file."""
 
 
 # A row is any other mapping

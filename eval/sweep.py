@@ -1,4 +1,4 @@
-"""Sweeps: caches x models x measures from a YAML file, a JSON file for each run; one that was interrupted goes on.
+"""Sweeps: caches x models x measures from a YAML file, with a JSON file for each run.
 
     models: [smollm2]
     caches: [dynamic, gear-2bit, "gear-2bit:rank=8"]
@@ -9,9 +9,9 @@
       drift: {perplexity: {text_file: book.txt, length: 2048, chunk: 64}}
       pairs: {retrieval: {data_file: pairs.jsonl, records: 10, questions: 24}}
 
-Paths are relative to the file and may name environment variables. A run that has its JSON file is not repeated; one
-that is interrupted leaves none. Options of a measure are those of its own command; each gives `result`, `memory` of
-the longest cache, or the last one, at its end, and `stats`.
+Paths are relative to the YAML file and may name environment variables. A run with a JSON file is not repeated, and an
+interrupted run writes none, so that a sweep can be continued. Options of a measure are those of its command. A file
+has `result`, and `memory` and `stats` of the longest or last cache at its end.
 """
 
 import hashlib
@@ -109,7 +109,7 @@ MEASURES: dict[str, Callable[..., Any]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """A cell of a sweep, all that its result depends on; `name` is the measure's, `kind` a key of `MEASURES`."""
+    """A run of a sweep, with all that its result depends on. `name` is the measure's, `kind` is in `MEASURES`."""
 
     model: str
     cache: str
@@ -121,11 +121,11 @@ class Run:
 
     @property
     def label(self) -> str:
-        """Name the run, for `--only` to be compared with."""
+        """Name of the run, which `--only` is compared with."""
         return f"{self.name}/{self.model}/{self.cache}"
 
     def file_name(self) -> str:
-        """Make a name that differs whenever a setting does."""
+        """Make a name with a digest of all settings."""
         digest = hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:8]
         words = (self.name, Path(self.model).name, self.cache)
         slug = "-".join("".join(c if c.isalnum() or c in "-." else "_" for c in word) for word in words)
@@ -159,7 +159,7 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True)
 class Sweep:
-    """A sweep's file: its cells, model by model, the folder of the results, and that which paths are relative to."""
+    """Content of a sweep's file: its runs by model, the folder of results, and the base folder of relative paths."""
 
     runs: tuple[Run, ...]
     out: Path
@@ -167,7 +167,7 @@ class Sweep:
 
     @classmethod
     def read(cls, path: Path) -> "Sweep":
-        """Read a YAML file. A missing, unknown or wrong entry is a `ValueError` that names it."""
+        """Read a YAML file; a `ValueError` names a missing, unknown or wrong entry."""
         found = yaml.safe_load(read_text(path, "config"))
         content = found if isinstance(found, dict) else {}
         unknown, missing = content.keys() - _FIELDS, _NEEDED - content.keys()
@@ -209,7 +209,7 @@ def _parse_measure(name: str, fields: Any) -> tuple[str, dict[str, Any]]:
 
 
 def run_sweep(sweep: Sweep, runs: list[Run], announce: Callable[[str], None]) -> Iterator[tuple[Run, str | None]]:
-    """Run cells, loading each model once, and yield each with its error if it failed; announce the next."""
+    """Announce and run every run, loading each model once; yield each with its error, if it has failed."""
     loaded: LoadedModel | None = None
     name, start = "", time.perf_counter()
     for number, run in enumerate(runs):
@@ -217,7 +217,7 @@ def run_sweep(sweep: Sweep, runs: list[Run], announce: Callable[[str], None]) ->
         hint = "" if left is None else f", about {left:.0f} min left"
         announce(f"{number + 1} of {len(runs)}: {run.label}{hint}")
         if loaded is None or name != run.model:
-            # The last model goes before the next one comes
+            # Free the last model first
             loaded = None
             loaded, name = load_for_evaluation(run.model, run.dtype, run.device), run.model
         started = time.perf_counter()

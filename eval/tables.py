@@ -1,13 +1,13 @@
 """Tables of results, each described once: for documents as Markdown, for terminals by rich.
 
-A benchmark's table is a `table` of columns, a column a heading and what it shows of a row. Some results need more than
-a line a row, as contexts side by side or a table for each part: they have a function from rows to Markdown.
+A benchmark's table is a `table` of columns; a column has a heading and a function that shows a row. Results that need
+more than a line for each row have a function from rows to Markdown.
 
     python -m kvcache_plugins.eval.tables README.md
 
-renders the tables of Markdown files anew, each between `<!-- table: NAME -->` and `<!-- end -->`: NAME is a file of
-`eval/results/` without its suffix, or a folder there that a sweep has filled. A Markdown file of that name (the
-contract's grid, and tables of what no command measures any more) is taken as it is.
+renders the tables of Markdown files again, each between `<!-- table: NAME -->` and `<!-- end -->`. NAME is a file of
+`eval/results/` without its suffix, or the folder of a sweep there. A Markdown file of that name (the contract's grid,
+and tables that no command measures any more) is copied.
 """
 
 import math
@@ -48,17 +48,17 @@ def field(row: Row, path: str) -> Any:
 
 
 def any_has(path: str) -> Callable[[Rows], bool]:
-    """Show a column where a row has something in a field."""
+    """Show a column if any row has a value in a field."""
     return lambda rows: any(field(row, path) for row in rows)
 
 
 def varies(path: str) -> Callable[[Rows], bool]:
-    """Show a column where rows differ in a field."""
+    """Show a column if rows differ in a field."""
     return lambda rows: len({str(field(row, path)) for row in rows}) > 1
 
 
 class Column(NamedTuple):
-    """A column: the heading, formatted with fields of the first row; a row's cell; whether rows have it."""
+    """Column: its heading, formatted with fields of the first row, the function of a cell, and a test of the rows."""
 
     head: str
     show: Callable[[Row], str]
@@ -71,7 +71,7 @@ def name(head: str, path: str = "", when: Callable[[Rows], bool] = bool) -> Colu
 
 
 def code(head: str = "cache", path: str = "cache", when: Callable[[Rows], bool] = bool) -> Column:
-    """Make a column of names in backticks, which terminals do without."""
+    """Make a column of names in backticks; terminals show them without."""
     return Column(head, lambda row: f"`{field(row, path)}`", when)
 
 
@@ -86,7 +86,7 @@ def number(
     suffix: str = "",
     when: Callable[[Rows], bool] = bool,
 ) -> Column:
-    """Make a column of numbers, each times a scale and, with `of`, as a share of that field."""
+    """Make a column of numbers times a scale; with `of`, as shares of that field."""
 
     def show(row: Row) -> str:
         found, whole = field(row, path), field(row, of) if of else 1
@@ -98,7 +98,7 @@ def number(
 
 
 def speed_up(over: str, path: str, missing: str = "-") -> Column:
-    """Make a column of speeds divided by that of what `over` names."""
+    """Make a column of speed-ups over the cache that `over` names."""
     return number(f"speed-up over {over} (greater is better)", path, ".2f", missing=missing)
 
 
@@ -138,8 +138,8 @@ def table(*columns: Column) -> Callable[[Rows], str]:
 
 def print_markdown(text: str, title: str = "") -> None:
     """
-    Print Markdown in a terminal, its tables by rich. If one is too wide its headings are folded, then quartiles left
-    out, and then its columns are split into several tables, each with the names on the left.
+    Print Markdown in a terminal, its tables by rich. If a table is too wide, headings are folded, then quartiles are
+    left out, and then columns are split into several tables with the names on the left of each.
     """
     console = open_console()
     for number, (is_table, lines) in enumerate(groupby(text.splitlines(), key=lambda line: line.startswith("| "))):
@@ -192,7 +192,7 @@ def _kl(row: Row) -> str:
 
 
 def _fetched_bytes(row: Row) -> str:
-    """Show bytes fetched in all steps, in percent of what offloading whole layers at 16 bits would have moved."""
+    """Show bytes fetched in all steps, in percent of those that offloading whole layers at 16 bits would move."""
     fetched, windows = row["stats"].get("bytes_fetched"), row.get("windows")
     if not fetched or not windows:
         return "-"
@@ -314,7 +314,7 @@ _STATUSES = ("works", "works, dense reads", "refuses", "FAILS")
 
 
 def render_families(rows: Rows) -> str:
-    """Render counts of what families do, and list them with reasons of refusals, failures and those not tried."""
+    """Render counts of outcomes, a line for each family, and reasons of refusals, failures and families not tried."""
     tried = [row for row in rows if not row["dense"]]
     holds = {cache: outcome["holds"] for row in tried for cache, outcome in row["outcomes"].items()}
     counts = [
@@ -468,7 +468,7 @@ RENDERERS: dict[str, Callable[[Rows], str]] = {
 
 
 def read_sweep(folder: Path) -> list[Row]:
-    """Read the results of a folder, the dense cache's first and then the largest; none at all is a `ValueError`."""
+    """Read the results of a folder, the dense cache's first, then by falling size; a `ValueError` if it has none."""
     contents = [read_result(path) for path in sorted(folder.glob("*.json"))]
     contents = [each for each in contents if each.get("benchmark") == "sweep"]
     if not contents:
@@ -481,7 +481,7 @@ def read_sweep(folder: Path) -> list[Row]:
 
 
 def render_sweep(folder: Path) -> str:
-    """Render a table for each measure and model, each with what it was made of."""
+    """Render a table for each measure and model, each with its settings."""
     groups: dict[tuple[str, str], list[Row]] = defaultdict(list)
     for content in read_sweep(folder):
         groups[content["settings"]["name"], content["settings"]["model"]].append(content)
@@ -504,7 +504,7 @@ def render_sweep(folder: Path) -> str:
 
 
 def fold(source: str) -> str:
-    """Fold away how a table was measured; the attribute lets the site render what is inside as Markdown."""
+    """Fold the settings of a measurement; the attribute makes the site render them as Markdown."""
     return f'<details markdown="1"><summary>How it was measured</summary>\n\n{source}\n\n</details>\n'
 
 
@@ -516,12 +516,12 @@ def _listed(fields: Mapping[str, Any]) -> str:
 
 
 def render(text: str, results: Path) -> str:
-    """Render the body of every marked table of a text anew. A missing result file raises a `ValueError`."""
+    """Render every marked table of a text again. Raise a `ValueError` if a result file is missing."""
     return _MARKED.sub(lambda match: f"{match[1]}{render_result(results, match['name'])}{match[4]}", text)
 
 
 def render_result(results: Path, name: str) -> str:
-    """Render one result as a Markdown table, with what it was measured with."""
+    """Render one result as a Markdown table, with its settings."""
     markdown, data = results / f"{name}.md", results / f"{name}.json"
     if (results / name).is_dir():
         return render_sweep(results / name)

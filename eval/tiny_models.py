@@ -1,8 +1,8 @@
 """Tiny random models of every family that Transformers has, and prompts for them.
 
-A tiny model has its family's own defaults, with every size that makes a model large replaced. Transformers' configs
-name the same things alike, so one table of names serves nearly all families; `SPECIAL_FIELDS` has what a family needs
-beside it. A model has two layers of each kind that the family has, in the family's order.
+A tiny model has its family's defaults, with all large sizes replaced. Configs of Transformers share field names, so
+that one table of names serves nearly all families; `SPECIAL_FIELDS` has further fields of some families. A model has
+two layers of each kind of the family, in the family's order.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ from transformers.models.auto.modeling_auto import (
 from .media import START, TOKEN, find_media, media_of
 
 
-# Classes that take more than tokens, and their families; the first one counts
+# Classes of models that take more than tokens, and their families; the first class with a family counts
 _MEDIA_CLASSES: tuple[tuple[Any, Mapping[str, object]], ...] = (
     (AutoModelForImageTextToText, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES),
     (AutoModelForSpeechSeq2Seq, MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES),
@@ -47,7 +47,7 @@ _HEADS = (
     "num_attention_heads n_head n_heads num_heads decoder_attention_heads encoder_attention_heads attention_heads "
     "num_decoder_attention_heads num_encoder_attention_heads swa_num_attention_heads linear_num_value_heads"
 )
-# A size of one name has the same meaning wherever it is
+# Sizes by name, the same in all configs
 _NAMES_BY_SIZE = {
     2: f"{_LAYERS} depth index_n_heads linear_num_key_heads n_mamba_heads num_key_value_groups num_kv_shared_layers",
     HIDDEN_SIZE: (
@@ -61,7 +61,7 @@ _NAMES_BY_SIZE = {
         "dim_ff shared_expert_intermediate_size shared_intermediate_size expert_ffn_hidden_size dff block_ff_dim "
         "intermediate_size_mlp moe_shared_expert_intermediate_size dense_intermediate_size"
     ),
-    # All experts of a token: which ones are chosen would hang on rounding
+    # A token has all experts, as the choice of some would depend on rounding
     NUM_HEADS: (
         f"{_HEADS} mm_tokens_per_image num_query_tokens num_experts num_local_experts n_routed_experts "
         "moe_num_experts num_experts_per_tok moe_k moe_topk "
@@ -158,7 +158,7 @@ def media_family_names() -> list[str]:
 
 
 def build_family(family: str, seed: int = 0, *, has_media: bool = False) -> PreTrainedModel:
-    """Build a tiny random model of a family. PyTorch's global generator is left as it was."""
+    """Build a tiny random model of a family, without a change of PyTorch's global generator."""
     auto_class: Any = AutoModelForCausalLM
     if has_media:
         auto_class = next(each for each, names in _MEDIA_CLASSES if family in names)
@@ -172,7 +172,7 @@ def build_family(family: str, seed: int = 0, *, has_media: bool = False) -> PreT
 
 
 def prompt(model: PreTrainedModel, length: int, seed: int, *, has_media: bool = True) -> torch.Tensor:
-    """Draw random tokens `[1, length]`, none of them special; more with a picture or sound, if the model takes any."""
+    """Draw random tokens `[1, length]` without special ones, and placeholders if the model takes pictures."""
     media = media_of(model)
     vocab_size = min(model.config.get_text_config(decoder=True).vocab_size, VOCAB_SIZE)
     generator = torch.Generator().manual_seed(seed)
@@ -192,7 +192,7 @@ def _shrink(default: PreTrainedConfig) -> PreTrainedConfig:
         if isinstance(value, PreTrainedConfig):
             small[name] = _shrink(value)
         elif name == "is_decoder":
-            # Models that can be encoders too
+            # Some models can be encoders too
             small[name] = True
         elif name in ("initializer_range", "init_std") and isinstance(value, float):
             small[name] = _INITIALIZER_RANGE
@@ -207,7 +207,7 @@ def _shrink(default: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def _value(default: PreTrainedConfig, field: dataclasses.Field[Any]) -> Any:
-    """Return a field's value; the class's default if it differs between layers."""
+    """Return a field's value, or the default of the class if layers have different values."""
     try:
         return getattr(default, field.name)
     except (AttributeError, RuntimeError):
@@ -215,7 +215,7 @@ def _value(default: PreTrainedConfig, field: dataclasses.Field[Any]) -> Any:
 
 
 def _key_value_heads(fields: dict[str, Any]) -> dict[str, int]:
-    """Grouped where they are grouped, one where there is one, as many as query heads otherwise."""
+    """Return key/value heads: one if the default is one, all if it has as many as query heads, else half."""
     num_heads = next((fields[name] for name in _HEADS.split() if isinstance(fields.get(name), int)), None)
     small = {}
     for name in _KEY_VALUE_HEADS.split():
@@ -226,7 +226,7 @@ def _key_value_heads(fields: dict[str, Any]) -> dict[str, int]:
 
 
 def _layers(default: PreTrainedConfig, fields: dict[str, Any]) -> dict[str, Any]:
-    """Two layers of each kind, where a config lists the kinds, and what else it lists of these layers."""
+    """Return fields for two layers of each kind, if a config lists kinds, and its other lists for these layers."""
     kinds = next((fields[name] for name in _KINDS if isinstance(fields.get(name), list)), None)
     if kinds is None:
         return {}

@@ -1,7 +1,7 @@
-"""Executes notebooks and saves them with what they put out: `python notebooks/execute.py` does all of this folder.
+"""Execute notebooks and save them with their output: `python notebooks/execute.py` executes all of this folder.
 
-What a machine says of itself, warnings and progress on standard error, is left out, so that two machines write the
-same but for rounding.
+Standard error (warnings and progress, which name the machine) is left out, so that two machines write the same output
+up to rounding.
 """
 
 import sys
@@ -18,12 +18,12 @@ CELL_TIMEOUT = 600
 
 def execute(notebook: nbformat.NotebookNode, working_directory: Path) -> str:
     """
-    Executes all cells in a fresh kernel of this Python and replaces what they had put out. Returns the text of
-    standard error, which is left out.
+    Execute all cells in a new kernel of this Python, and replace their output. Return the text of standard error,
+    which is left out.
 
     Args:
-        notebook (`NotebookNode`): Changed in place.
-        working_directory (`Path`): Where the kernel runs.
+        notebook (`NotebookNode`): the notebook, changed in place.
+        working_directory (`Path`): working directory of the kernel.
 
     Raises:
         nbclient.exceptions.CellExecutionError: if a cell raises.
@@ -47,7 +47,7 @@ def execute(notebook: nbformat.NotebookNode, working_directory: Path) -> str:
 
 
 def main(names: list[str]) -> None:
-    """Executes the notebooks named, or all of this folder."""
+    """Execute some notebooks, or all of this folder."""
     for path in [Path(name) for name in names] or sorted(FOLDER.glob("*.ipynb")):
         notebook = nbformat.read(path, as_version=4)
         execute(notebook, path.resolve().parent)

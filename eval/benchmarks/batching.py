@@ -1,8 +1,8 @@
 """Decode steps of continuous batching: Transformers' own pages, dense tensors of every request, and coded pages.
 
-Transformers' way on a CPU copies keys and values of all requests together and hides them from each other by a mask, so
-it is no measure of what a dense cache could do: `dense, by request` attends to contiguous tensors of one request at a
-time, every key read once for all query heads of its group. Pages hold random bytes: no time depends on them.
+On a CPU Transformers copies keys and values of all requests into one tensor, with a mask that separates requests. That
+is slower than a dense cache need be. So `dense, by request` attends to contiguous tensors of one request at a time,
+and reads a key once for all query heads of its group. Pages hold random bytes, on which no time depends.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,7 +21,7 @@ BY_INDEX, BY_REQUEST = "Transformers", "dense, by request"
 
 
 class RequestStates:
-    """Dense keys and values `[B, H, T, D]` of requests of one length, as `LazyKV` ask a layer for them."""
+    """Dense keys and values `[B, H, T, D]` of requests of one length, with the methods that `LazyKV` calls."""
 
     def __init__(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         self.handed_out = HandedOut()
@@ -32,7 +32,7 @@ class RequestStates:
         return self._keys.shape[0] * self._keys.shape[2]
 
     def run_plan(self, query: torch.Tensor, num_tokens: int, scale: float | None) -> None:
-        """Answer that nothing is prepared."""
+        """Return `None`: there is no plan."""
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         """Attend request by request."""

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from transformers import Cache
 
 
-# Tokens of random models: longer contexts are these again
+# Tokens that random models read; longer contexts repeat their states
 _TOKENS_READ = 512
 # Tokens of the text that tables of models without a calibration are made of
 _TABLE_TOKENS = 1024
@@ -114,7 +114,7 @@ def benchmark_steps(
                 torch.set_num_threads(number)
                 place = {"batch_size": size, "num_threads": number, "dtype": str(network.dtype).removeprefix("torch.")}
                 place |= {"part": "step", "shape": kind} if kind else {}
-                # All of them are timed to the end
+                # No limits, so that there are no failures
                 yield from ({**place, **row} for row in time_steps(network, caches, part, length))
             for used_cache in caches.values():
                 harness.check_length(used_cache, length + num_fed)
@@ -139,7 +139,7 @@ def benchmark_prompts(
 ) -> Iterator[Found]:
     """Time prompts, chunks of them, and tokens after them. Times are against those of the first cache.
 
-    Their encoding is timed too.
+    The time of encoding is measured too.
 
     \b
     Examples:
@@ -206,7 +206,7 @@ def benchmark_batching(
     else:
         network, table_text = load_or_make(model, shape, text_file, _TABLE_TOKENS)
     yield from loaded_settings(network)
-    # The same weights in another model: a context that is open codes batches of one of its own model too
+    # Another model with the same weights, as an open context compresses all batches of its own model
     dense = copy.deepcopy(network, {id(each): each for each in (*network.parameters(), *network.buffers())})
     for count, length in product(requests, context):
         with ExitStack() as stack:
@@ -336,8 +336,7 @@ def benchmark_memory(
     from .memory import measure_cache
 
     read_text(text_file, "text_file")
-    # glibc otherwise keeps freed tensors for later, as many as the order of allocations left there: the peaks of equal
-    # runs were measured to differ by 400 MiB. Read when a process starts.
+    # Without it glibc keeps some freed tensors, and peaks of equal runs differed by 400 MiB. New processes read it
     os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", str(2**20))
     for spec in cache:
         # A process each: a peak never falls again

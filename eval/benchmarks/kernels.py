@@ -1,14 +1,14 @@
 """Decode attention straight from compressed storage, beside dense attention, in one process.
 
-Every attention is checked against plain PyTorch when it joins; nothing is timed on a mismatch. Then all take turns, so
-that what disturbs the machine disturbs them alike: medians and quartiles of the time, bytes each has to read, and the
-share of the bandwidth that a copy reaches on the same machine. On a GPU the time is the device's own; that of a whole
-call, with its launches, stands beside it.
+Every attention is checked against plain PyTorch when it is added; nothing is timed on a mismatch. Then all are timed
+in turns, so that other work of the machine slows all of them alike. Rows have medians and quartiles of the time, the
+bytes read, and the bandwidth as a share of that of a copy on the same machine. On a GPU the time is the device's own,
+and that of a whole call, with its launches, is a second field.
 
-Instructions that an absent GPU would issue are counted, preset by preset. A warp instruction takes one of the four
-slots that a multiprocessor has a clock, and reading a dense number of 16 bits takes a number of clocks: the share of
-the copy bandwidth that the slots allow, and the speed-up over dense, are bounds, as they include no waiting. A loop
-over outliers counts as often as the preset's own lists make it run. Triton must compile, not interpret.
+Instructions of a GPU that need not be present are counted for each preset. A multiprocessor has four slots for warp
+instructions in a clock, and reads a dense number of 16 bits in a known number of clocks. The share of the copy
+bandwidth that these slots allow, and the speed-up over dense, are bounds, as waiting is not counted. The loop over
+outliers counts as often as it runs for the preset's lists. Triton must compile, not interpret.
 """
 
 import re
@@ -43,7 +43,7 @@ from .step import llama, random_model
 
 CACHES = ("gear-2bit", "gear-l-2bit", "kivi-2bit", "gear-4bit", "kcvt-4bit", "transform")
 BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cuDNN": SDPBackend.CUDNN_ATTENTION}
-# Bytes of the buffer that is copied; a GPU's is far beyond its cache and busies it for longer than Python needs
+# Bytes of the copied buffer: on a GPU far more than its cache, so that the copy takes longer than Python's launches
 _COPY_BYTES = {"cpu": 2**27, "cuda": 2**30}
 
 
@@ -59,7 +59,7 @@ class Shape:
 
 
 def random_states(shape: Shape, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw the same keys, rotated, their channels of sizes as a model's, and values, `[B, H, T, D]`, every time."""
+    """Draw rotated keys, with channels of different size, and values, `[B, H, T, D]`; the same every time."""
     size = (shape.batch_size, shape.num_heads, shape.context, shape.head_dim)
     generator = torch.Generator(device).manual_seed(0)
     head = (1, shape.num_heads, 1, shape.head_dim)
@@ -78,7 +78,7 @@ def _config(keys: torch.Tensor) -> LlamaConfig:
 
 
 class Contest:
-    """Attentions over the same random states. Each is checked when it joins."""
+    """Attentions over the same random states. Each is checked when it is added."""
 
     def __init__(self, shape: Shape, dtype: torch.dtype, device: torch.device) -> None:
         self.shape, self.device = shape, device
@@ -86,7 +86,7 @@ class Contest:
         heads = shape.num_heads * shape.groups
         query = torch.randn(shape.batch_size, heads, 1, shape.head_dim, dtype=torch.float32, device=device)
         self.query = query.to(dtype)
-        # Query heads of a group as rows: every key is then read once for all of them
+        # Query heads of a group as rows, so that a key is read once for all of them
         self.packed = self.query.view(shape.batch_size, shape.num_heads, shape.groups, shape.head_dim)
         self.kernel, _ = choose_kernel(self.query)
         self.functions: dict[str, Callable[[], Any]] = {}
@@ -103,14 +103,14 @@ class Contest:
         self._copy: Callable[[], Any] = partial(torch.empty_like(source).copy_, source)
 
     def add_backend(self, backend: str) -> None:
-        """Add dense attention by one of `BACKENDS`; one that refuses, or is wrong, raises a `RuntimeError`."""
+        """Add dense attention by one of `BACKENDS`; a `RuntimeError` if it refuses or is wrong."""
         dense = self.functions[self.dense_name]
         name, function = f"{self.dense_name}, {backend}", sdpa_kernel(BACKENDS[backend])(dense)
         self.errors[name] = require_close(name, function(), dense())
         self.functions[name], self.num_bytes[name] = function, self.num_bytes[self.dense_name]
 
     def add(self, cache_name: str) -> None:
-        """Add a cache's attention; a `MismatchError` if plain PyTorch computes another from the same storage."""
+        """Add a cache's attention; a `MismatchError` if plain PyTorch has another result from the same storage."""
         part = compress(cache_name, self.keys, self.values)
         function, expected = (
             partial(attend, query, [part], self.shape.num_heads, None, kernel)
@@ -127,7 +127,7 @@ class Contest:
         self.num_bytes[cache_name] = sum(tensor.nbytes for tensor in tensors)
 
     def run(self, rounds: int) -> list[dict[str, Any]]:
-        """Time all in turns; one row each, a copy last."""
+        """Time all in turns; return a row for each, the copy last."""
         every = {**self.functions, "copy": self._copy}
         functions = {name: lambda number, each=each: each() for name, each in every.items()}
         whole_calls = take_turns(functions, self._time_call, rounds, warm_up=3)
@@ -136,8 +136,7 @@ class Contest:
         return self._rows(take_turns(functions, partial(time_on_gpu, ahead=self._copy), rounds), whole_calls)
 
     def _time_call(self, function: Callable[[], Any]) -> float:
-        # Empty the processor's caches before each, as a model's other layers do: the first attention would find its
-        # states in none, and all later ones theirs
+        # Replace the content of the processor's caches, as other layers of a model do
         self._copy()
         return time_call(function, device=self.device)
 
@@ -146,7 +145,7 @@ class Contest:
     ) -> list[dict[str, Any]]:
         medians = {name: statistics.median(measured) for name, measured in seconds.items()}
         ceiling = self.num_bytes["copy"] / medians["copy"]
-        # The fastest of PyTorch's kernels, even if PyTorch picks another one
+        # Fastest of PyTorch's kernels, whichever PyTorch would choose
         dense = min(median for name, median in medians.items() if name.startswith(self.dense_name))
         return [
             {
@@ -171,7 +170,7 @@ class Contest:
 def compress(
     name: str, keys: torch.Tensor, values: torch.Tensor, model: Any = None, **options: Any
 ) -> GroupPart | RowPart:
-    """Compress all tokens as a prompt of a layer; a `ValueError` if some, beyond whole groups, stay exact."""
+    """Compress all tokens as a layer's prompt; a `ValueError` if some stay exact, as they fill no group."""
     num_tokens, config = keys.shape[2], _config(keys) if model is None else model
     if not makes_packed_cache(name):
         raise ValueError(f"`cache` has to name presets of `GEARCache` or `TransformCodingCache`, but got `{name}`")

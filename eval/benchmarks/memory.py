@@ -1,8 +1,8 @@
 """Bytes of several caches: what they hold, and what a decode step allocates beside them.
 
-A cache that decompresses a layer at every token holds less and allocates as much. So two numbers stand here beside the
-bytes held: the most that one decode step has alive at a time, from every tensor that PyTorch makes during it, and the
-peak resident memory of a process of its own that loads the model, reads the context and decodes.
+A cache that decompresses a layer at every token holds less and allocates as much. So rows have two more numbers: the
+peak bytes of tensors that one decode step makes, and the peak resident memory of a process that loads the model, reads
+the context and decodes.
 """
 
 import weakref
@@ -25,7 +25,7 @@ _NUM_NEXT = 64
 
 
 class LiveBytes(TorchDispatchMode):
-    """Sums bytes of tensors that were made while it is active and are still alive, and notes their `peak`."""
+    """Mode that records the `peak` of bytes of all live tensors that were made inside it."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,12 +1,11 @@
 """Whole decode steps of a model, and prompts, through several caches that take turns in one process.
 
-The context of steps is the text's, read by the model through each cache; or, with `read`, the states of its first
-tokens, repeated, where a prefill would take far longer than the steps. With `shape` models are random ones that stand
-for SmolLM2, a fifth as deep and with a fifth of its words, so that the parts of a step keep their proportions; `gqa-4`
-has Llama 3 8B's heads.
+The model reads the context of the steps through each cache. With `read` it reads the first tokens alone, and their
+states are repeated, as a prefill of a long context takes far longer than the steps. `shape` makes random models with
+SmolLM2's proportions, a fifth of its layers and a fifth of its vocabulary; `gqa-4` has Llama 3 8B's heads.
 
-Prompts are read at once and in chunks, and several new tokens behind them, for which a cache is copied, untimed, so
-that all rounds begin with the same; what coding them takes is timed too.
+Prompts are read at once and in chunks. For new tokens after a prompt each round gets a copy of the filled cache, which
+is made before the clock starts. The time of encoding is measured apart, too.
 """
 
 import statistics
@@ -29,13 +28,13 @@ from kvcache_plugins.reports.memory import measure_memory
 
 
 def llama(*sizes: int, **more: int) -> dict[str, int]:
-    """Make the fields of a `LlamaConfig`: words, widths, layers, heads of queries and of keys, length; and `more`."""
+    """Make the fields of a `LlamaConfig` from sizes in the order of `names`, and `more`."""
     names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     return {**dict(zip((*names, "num_key_value_heads", "max_position_embeddings"), sizes, strict=True)), **more}
 
 
 def make_shape(num_heads: int, groups: int, head_dim: int = 64, num_layers: int = 6) -> dict[str, int]:
-    """Make the fields of a model with `num_heads` for keys and values, and SmolLM2's other proportions."""
+    """Make the fields of a model with `num_heads` key/value heads, and SmolLM2's other proportions."""
     width = num_heads * groups * head_dim if head_dim == 64 else 1024
     return llama(9830, width, width * 8 // 3, num_layers, num_heads * groups, num_heads, 32768, head_dim=head_dim)
 
@@ -57,11 +56,11 @@ def time_steps(
     **limits: Any,
 ) -> Iterator[Any]:
     """
-    Time every decode step of each cache that holds `context` tokens already, fed `[batch_size, steps]`; they take
-    turns. `instead` has functions to call in place of the model, by cache; `limits` are those of `take_turns`.
+    Time decode steps of caches that hold `context` tokens, in turns. Each gets the tokens `[batch_size, steps]`, one a
+    step. `instead` has functions to call in place of the model, by cache; `limits` are those of `take_turns`.
 
-    Yields a row for each cache that took at least three turns, speeds against the first of them and the relative error
-    of the first step's logits beside the first cache's; and a `Failure` for each that took fewer turns than all.
+    Yields a row for each cache that took at least three turns, with its speed against the first row's and the relative
+    error of the first step's logits; and a `Failure` for each cache that took fewer turns than there are steps.
     """
     logits: dict[str, torch.Tensor] = {}
 
@@ -82,7 +81,7 @@ def time_steps(
                 "context": context,
                 "cache": name,
                 **harness.spread(times),
-                # A mean includes a token's share of compressing a chunk, which a median leaves out
+                # Unlike the median, the mean includes steps that compress a chunk
                 "mean_s": statistics.fmean(times),
                 "speed_against_first": first / statistics.median(times),
                 "steps": len(times),
@@ -96,13 +95,13 @@ def time_steps(
 
 
 def _relative_errors(logits: Mapping[str, torch.Tensor]) -> dict[str, float]:
-    """Compute how far logits are from the first ones."""
+    """Return the relative error of each cache's logits against the first cache's."""
     first = next(iter(logits.values()), torch.empty(0, dtype=torch.float32, device="cpu"))
     return {name: float((each - first).norm() / first.norm()) for name, each in logits.items()}
 
 
 def random_model(fields: Mapping[str, int], dtype: torch.dtype, device: torch.device | None = None) -> PreTrainedModel:
-    """Make a random Llama, always the same, on the device: nothing is downloaded or copied."""
+    """Make a random Llama on a device, with the same weights every time."""
     config = LlamaConfig(**fields, bos_token_id=None, eos_token_id=None)  # type: ignore[arg-type]
     torch.manual_seed(0)
     with device or torch.device("cpu"):
@@ -112,7 +111,7 @@ def random_model(fields: Mapping[str, int], dtype: torch.dtype, device: torch.de
 def load_or_make(
     model: str, shape: str | None, text_file: Path | None, num_tokens: int, dtype: str | None = None
 ) -> tuple[PreTrainedModel, torch.Tensor]:
-    """Load a model with the first tokens of a file, or make a random one of a shape in `SHAPES` with random ones."""
+    """Load a model and the first tokens of a file, or make a random model of a shape in `SHAPES` and random tokens."""
     if shape is None:
         assert text_file is not None
         return harness.load_with_tokens(model, text_file, num_tokens, dtype)
@@ -122,7 +121,7 @@ def load_or_make(
 
 @contextmanager
 def coding_seconds(cache: Cache) -> Iterator[list[float]]:
-    """Time every call by which a layer stores a prompt, while this lasts."""
+    """Time every call of `commit_prompt` inside the `with` block, and yield the list of seconds."""
     seconds: list[float] = []
     layers: list[Any] = [layer for layer in cache.layers if isinstance(layer, LazyLayer)]
 
@@ -152,8 +151,8 @@ def time_reading(
     rounds: int,
 ) -> tuple[list[dict[str, Any]], dict[str, Cache]]:
     """
-    Time what caches take for the same tokens `[1, tokens]`, `chunk` at a time, by turns; a maker makes each turn's.
-    Returns a row for each, times and logits against the first, and the last caches, with the tokens in them.
+    Time in turns how caches read the same tokens `[1, tokens]`, `chunk` at a time; `makers` make a cache for each
+    turn. Returns a row for each, with time and logits against the first, and the filled caches of the last turn.
     """
     coding: dict[str, list[float]] = {name: [] for name in makers}
     logits: dict[str, torch.Tensor] = {}

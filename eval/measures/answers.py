@@ -1,9 +1,9 @@
 """Answers behind long contexts: retrieval of one line or value, and tasks that need much of their context.
 
-The context with its question fills the cache in one forward but for its last token; the right answer is then fed token
-by token, so every token of it comes from a decode step. A token is right if it is the likeliest, and an answer, or a
-line of one, if all its tokens are: just what greedy decoding would say. Tasks are also measured by negative
-log-likelihoods and KL to the dense cache.
+The context with its question, all but its last token, fills the cache in one forward. The right answer is then fed
+token by token, so that a decode step predicts each of its tokens. A token is right if it is the likeliest; an answer,
+or a line of one, is right if all its tokens are, so that greedy decoding would give it. Tasks are also measured by
+negative log-likelihoods and KL to the dense cache.
 
 Retrieval has two sets, which differ in their fields: LongChat's lines (`prompt`, `expected_number`) and
 lost-in-the-middle's key-value pairs (`ordered_kv_records`, `key`, `value`). Tasks are made, see `context_tasks`.
@@ -34,16 +34,16 @@ from .fidelity import continuation_logits, fill_cache, score_logits
 
 def read_questions(path: Path, num_records: int | None = None) -> list[Question]:
     """
-    Read the questions of a JSON-lines file; a row of neither set raises a `ValueError`. With `num_records` only so
-    many lines, or pairs, of each context are left, for models to which all are too hard: neighbours of the one that is
-    asked for, which keeps its place among them.
+    Read the questions of a JSON-lines file; raise a `ValueError` for a row of neither set. With `num_records` a
+    context keeps that many lines or pairs, which is easier for small models: neighbours of the one asked for, which
+    stays at the same relative place.
     """
     check_integer("records", num_records, 1, is_optional=True)
     return [_question(row, path, num_records) for row in harness.read_rows(path, "data_file")]
 
 
 def _around(place: int, total: int, num_records: int | None) -> slice:
-    """Place `num_records` of `total` so that the one at `place` is as far from their start as from that of all."""
+    """Return a slice of `num_records` of `total` records, in which `place` has the same relative position."""
     if num_records is None or num_records >= total:
         return slice(None)
     start = place - place * num_records // total
@@ -111,12 +111,12 @@ def answer_questions(
 # Tasks that need much of their context
 
 _Ids = tuple[tuple[int, ...], tuple[int, ...]]
-# Logits of the dense cache by prompt and answer: all caches of a sweep are held against them
+# Logits of the dense cache by prompt and answer, with which all caches of a sweep are compared
 _dense: WeakKeyDictionary[PreTrainedModel, dict[_Ids, torch.Tensor]] = WeakKeyDictionary()
 
 
 def decode_answer(model: PreTrainedModel, ids: _Ids, cache: Cache) -> torch.Tensor:
-    """Feed an answer to the model behind its prompt, and return the logits of each token, `[tokens, vocabulary]`."""
+    """Feed a prompt and its answer to the model; return the logits of each answer token, `[tokens, vocabulary]`."""
     prompt, answer = map(torch.tensor, ids)
     fill_cache(model, prompt[:-1], cache)
     return continuation_logits(model, torch.cat([prompt[-1:], answer[:-1]]), cache, chunk=1)
@@ -133,14 +133,14 @@ def measure_tasks(
     data_file: Path | None = None,
 ) -> Iterator[dict[str, Any]]:
     """
-    Score caches by their specs on `samples` of each task, of `length` tokens, with `scored` tokens of answer at most,
-    from the place `start` of it on, 0 to 1, by default samples at places spread over it. `data_file` has rows of
-    `chain_of_thought` as JSON lines with `question` and `answer`.
+    Score caches by their specs on `samples` of each task, of `length` tokens, with at most `scored` tokens of the
+    answer, which begin at the share `start` of it, 0 to 1; by default shares are spread over the samples. `data_file`
+    has rows of `chain_of_thought` as JSON lines with `question` and `answer`.
 
-    Yields a row for each cache: by task mean `nll` and `kl` of a token, shares of tokens `right`, of whole `lines` and
-    of samples that are `exact`, and sizes; the tasks' mean `kl`; over all decode steps `fetched_bytes` a step and, as
-    a share of a 16-bit cache's bytes, `fetched_share`, `None` of caches that fetch nothing; memory and counters of the
-    last.
+    Yields a row for each cache. By task: mean `nll` and `kl` of a token, shares of tokens `right`, of whole `lines`
+    and of samples that are `exact`, and sizes. Over all tasks: mean `kl`; bytes fetched in a decode step, as
+    `fetched_bytes` and as a share of a 16-bit cache (`fetched_share`), `None` if nothing is fetched; memory and
+    counters of the last cache.
     """
     network, tokenizer = inputs.load_for_evaluation(model)
     known = _dense.setdefault(network, {})

@@ -1,11 +1,10 @@
-"""Several caches on one prompt, side by side: what each writes, how far it strays, what it holds and how fast it is.
+"""Several caches on one prompt, side by side: text, distance from the dense cache, bytes and speed.
 
-Every cache is used twice. Once to generate, timed token by token: the first interval is prefill, the next is a
-warm-up, the median of the others is the time of a decoded token. On a CPU it is the process' own time that is counted,
-so that nothing else that the machine does is taken for the cache's; on a GPU it is the time of a clock. And once to be
-scored: the prompt fills a fresh cache, the *dense* cache's continuation is fed through it, and its next-token
-distributions are held against the dense ones at the same positions. Two texts that part early say little about how
-different the caches are; distributions over one text do.
+Every cache is used twice. First it generates, timed token by token: the first interval is the prefill, the next one
+warms up, and the median of the others is the time of a decoded token. Times are the process' own processor time on a
+CPU, so that other programs do not count, and wall time on a GPU. Then it is scored: the prompt fills a fresh cache,
+the dense cache's continuation is fed through it, and next-token distributions are compared at the same positions.
+Texts alone would say little, as they differ in everything after the first other token.
 """
 
 import time
@@ -47,9 +46,9 @@ def generate_with(
     on_token: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
     """
-    Continue a prompt `[num_tokens]` through a fresh cache, greedily or at a `temperature`, and time it. Return new
-    `token_ids`, seconds to the first and of a decoded one, see `TokenTimer`, `memory` and counters at the end, and
-    whether the cache `was_exercised`.
+    Continue a prompt `[num_tokens]` through a cache, greedily or at a `temperature`, and time it (see `TokenTimer`).
+    Return new `token_ids`, seconds to the first token and of a decoded one, `memory` and counters at the end, and
+    `was_exercised`.
     """
     check_integer("max_new_tokens", max_new_tokens, 1)
     check_number("temperature", temperature, above=0, is_optional=True)
@@ -79,7 +78,7 @@ def generate_with(
 
 
 def choose_clock(device: torch.device) -> Callable[[], float]:
-    """Choose the clock of a model's steps: the processor's time on a CPU, else that of the wall."""
+    """Return the clock for a model's steps: processor time on a CPU, else wall time."""
     return time.process_time if device.type == "cpu" else time.perf_counter
 
 
@@ -120,7 +119,7 @@ def compare_caches(
                 on_token=lambda: announce(name),
             )
             written = torch.tensor(generation["token_ids"], dtype=torch.int64, device="cpu")
-            # The token after the last one is no text; a single token has no other
+            # Nothing follows the last token, so that it is not fed, unless it is the only one
             fed = dense.setdefault("fed", written[: max(1, written.numel() - 1)])
             cache = factories[name]()
             fill_cache(model, token_ids, cache)
@@ -147,7 +146,7 @@ def compare_caches(
 
 
 def first_difference(reference: Sequence[int], other: Sequence[int]) -> int | None:
-    """Find the first token that differs, the shorter one's end counting as a difference; `None` if none does."""
+    """Return the index of the first token that differs or that one text lacks; `None` if texts are equal."""
     return next((index for index, (one, two) in enumerate(zip_longest(reference, other)) if one != two), None)
 
 
@@ -156,8 +155,7 @@ SHORT_TEXT = 20
 TEXT_FROM_WIDTH = 100
 _PERCENT = number("", "memory.kv_percent")
 _DIFFERENCE = number("", "first_difference", "d", missing="never")
-# Numbers of a row, processor time on a CPU. Too short to compress: what exact tokens take beside their buffer says
-# nothing of the cache
+# Numbers of a row; times are processor time on a CPU. A prompt that is too short to compress has no `KV %`
 _COLUMNS = (
     Column("differs at", lambda row: "-" if row["error"] else _DIFFERENCE.show(row)),
     number("KL", "kl", ".4f"),
@@ -172,7 +170,7 @@ _COLUMNS = (
 def summary_line(
     cache: str, num_prompt_tokens: int, generation: Row, memory: MemoryReport, num_known: int | None = None
 ) -> str:
-    """Sum up the bytes held, the speed of one generation, and tokens that a prompt store knew, if there is one."""
+    """Sum up bytes and speed of one generation in a line, and tokens from a prompt store if there is one."""
     num_new = len(generation["token_ids"])
     held = f"{memory}; the parts `residual` and `dense` are exact"
     if memory.shared:
@@ -187,7 +185,7 @@ def summary_line(
 
 
 def choice_line(choice: PresetChoice) -> str:
-    """Name the preset that a bound has chosen, and what was measured of it and of those tried before it."""
+    """Name the chosen preset, with its KL and those of presets that were tried before it."""
     failed = [f"{preset} {kl:.4f}" for preset, kl in choice.kl_by_preset.items() if preset != choice.preset]
     others = f"; too far: {', '.join(failed)}" if failed else ""
     return f"{choice.preset} was chosen: KL {choice.kl:.4f}, at most {choice.max_kl:g}{others}"
@@ -202,7 +200,7 @@ def _short_text(row: Row) -> str:
 def print_rows(title: str, rows: Sequence[Row]) -> None:
     """Print the rows of a comparison: numbers, bytes by part, and every text as a whole."""
     console = open_console()
-    # A narrow terminal keeps the numbers: the texts stand below in any case
+    # Whole texts follow, so that a narrow terminal shows numbers alone
     text = Column("text", _short_text, lambda rows: console.width >= TEXT_FROM_WIDTH)
     print_markdown(table(code(), *_COLUMNS, text)(rows), title)
     held = {row["cache"]: {k: v for k, v in row["memory"]["parts"].items() if v} for row in rows if not row["error"]}

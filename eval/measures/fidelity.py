@@ -1,9 +1,9 @@
-"""Distance of a cache's next-token distributions from the dense cache's, on real text: the cheapest honest measure.
+"""Distance of a cache's next-token distributions from the dense cache's, on text.
 
-A window of text is a prefix and a continuation. The prefix goes through the cache in one forward, whose logits are not
-scored: attention over it is exact in every cache that compresses afterwards, so they would show no error at all. The
-continuation then goes through the *filled* cache, and every one of its logits is scored, against the same positions of
-a dense cache. The dense logits of a window are computed once and shared by all caches.
+A window of text is a prefix and a continuation. The prefix fills the cache in one forward, whose logits are not
+scored: caches compress after that forward's attention, so that its logits have no error. The continuation is fed
+through the filled cache, and each of its logits is compared with a dense cache's at the same position. Dense logits of
+a window are computed once for all caches.
 
     prefix                     continuation
     t[0] ... t[p-1]            t[p] ... t[p+s-1]      fed
@@ -11,9 +11,9 @@ a dense cache. The dense logits of a window are computed once and shared by all 
 
 Perplexity is over all scored tokens, KL(dense || cache) and top-1 agreement are over all scored positions.
 
-Perplexity against position prefills nothing: a long text goes through a cache a few tokens at a time, and each
-token is scored by what the cache holds of those before it, as in decoding. The scores are averaged over stretches of
-256 tokens, as the papers plot them: errors that pile up show as a gap that widens.
+Perplexity against position has no prefix: a long text is fed a few tokens at a time, and each token is scored through
+the cache of those before it, as in decoding. Scores are averaged over stretches of 256 tokens, as in the papers'
+plots, where accumulating errors widen the gap to the dense cache.
 """
 
 import math
@@ -32,7 +32,7 @@ from kvcache_plugins.option_checks import check_integer
 from kvcache_plugins.reports.memory import MemoryReport, StatValue, measure_memory
 
 
-# Rows of logits turned into float64 at a time: a vocabulary of 50k takes 25 MB for them.
+# Rows of logits that are in float64 at a time: 25 MB for a vocabulary of 50k
 _ROWS_AT_A_TIME = 64
 
 
@@ -66,8 +66,8 @@ def continuation_logits(
 ) -> torch.Tensor:
     """
     Feed `[(batch,) num_tokens]` to the model through a filled cache, and return all logits, `[(batch,) num_tokens,
-    vocabulary]`; `chunk` tokens a forward, 1 is decode; by default all, or one if the cache would be exact for many.
-    Append the bytes held after each forward to `percents`, in percent of 16 bits.
+    vocabulary]`. A forward has `chunk` tokens (1 decodes); by default all, or 1 for a cache that is exact for several
+    new tokens. Append the cache's bytes after each forward to `percents`, in percent of 16 bits.
     """
     if chunk is None and getattr(cache, "is_exact_for_many", False):
         chunk = 1
@@ -106,7 +106,7 @@ def score_logits(dense_logits: torch.Tensor, logits: torch.Tensor, targets: torc
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fidelity:
     """
-    A cache against the dense cache over all windows: spreads are standard deviations of the windows' own values.
+    Comparison of a cache with the dense cache over all windows. Spreads are standard deviations over windows.
 
     Attributes:
         ppl_ratio (`float`): `ppl / dense_ppl`, 1.0 for a cache that loses nothing.
@@ -116,8 +116,8 @@ class Fidelity:
         windows (`tuple[WindowScore, ...]`): the windows' sums, in text order.
         memory_after_prefix, memory_at_end (`MemoryReport`), stats (`dict`): of the last cache, which may have held
             several windows.
-        mean_kv_percent (`float`, *optional*): what the cache held while tokens were scored, in percent of 16 bits, the
-            mean over forwards and windows, with buffers as full as they are on average; measured with chunks alone.
+        mean_kv_percent (`float`, *optional*): bytes held while tokens were scored, buffers included, in percent of 16
+            bits: the mean over forwards and windows. Measured with `chunk` alone.
     """
 
     ppl: float
@@ -138,7 +138,7 @@ class Fidelity:
 
 
 def _summarize(windows: Sequence[WindowScore], percents: Sequence[float], last: dict[str, Any]) -> Fidelity:
-    """Make the result of a cache of what was measured of it window by window, and of the last one at its end."""
+    """Make the result of a cache from the scores of its windows, and the fields of its `last` window."""
     num_scored = sum(window.num_scored for window in windows)
 
     def mean(name: str) -> float:
@@ -177,9 +177,9 @@ def measure_fidelity(
     on_progress: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Fidelity]:
     """
-    Score caches, by the names of their `factories`, on windows of text, each against the dense cache: behind a prefix
-    `[prefix_length + num_scored + 1]` token ids (see `spread_windows`), `chunk` scored tokens a forward (see
-    `continuation_logits`), `batch` windows in one cache.
+    Score caches on windows of text against the dense cache, and return the results by the names of `factories`. A
+    window has `[prefix_length + num_scored + 1]` token ids (see `spread_windows`), a forward `chunk` scored tokens
+    (see `continuation_logits`), and a cache `batch` windows.
     """
     scores: dict[str, list[WindowScore]] = {name: [] for name in factories}
     percents: dict[str, list[float]] = {name: [] for name in factories}
@@ -206,7 +206,7 @@ def measure_fidelity(
 
 
 def trend(windows: Sequence[WindowScore], stretch: int) -> dict[str, Any]:
-    """Describe how KL changes with depth: by stretches, by a line through all positions, and the quarters' ratio."""
+    """Return KL by stretches, the slope of KL over positions, and the last quarter's KL over the first quarter's."""
 
     def mean_kl(start: int, stop: int) -> float:
         return statistics.fmean(kl for window in windows for kl in window.position_kl[start:stop])
@@ -224,7 +224,7 @@ def trend(windows: Sequence[WindowScore], stretch: int) -> dict[str, Any]:
 
 
 def fidelity_fields(cache: str, fidelity: Fidelity, stretch: int | None = None) -> dict[str, Any]:
-    """Make a row of a result, with the trend of KL by stretches of so many scored tokens if there are any."""
+    """Make a row of a result; with `stretch`, also the `trend` of KL."""
     row = {"cache": cache, **asdict(fidelity)}
     for name in ("memory_after_prefix", "memory_at_end"):
         row[name] = memory_fields(getattr(fidelity, name))
@@ -238,7 +238,7 @@ def fidelity_fields(cache: str, fidelity: Fidelity, stretch: int | None = None) 
 
 
 def score_text(model: PreTrainedModel, token_ids: torch.Tensor, cache: Cache, chunk: int) -> torch.Tensor:
-    """Feed `[tokens]`, `chunk` a forward, through an empty cache; return nats of all but the first, in float64."""
+    """Feed `[tokens]` through an empty cache, `chunk` a forward; return nats of all but the first, in float64."""
     harness.check_is_empty(cache)
     fed, targets = token_ids[None, :-1], token_ids[1:].to(model.device).split(chunk)
     pairs = zip(harness.feed(model, fed, cache, chunk), targets, strict=True)

@@ -1,8 +1,8 @@
 """Distance of a cache's next-token distributions from the dense cache's, by the order in which its tokens came.
 
-A document is read in one forward, behind a short first turn, in chunks, or token by token; the tokens behind it are
-scored. All orders end with the same tokens, so that one dense forward is the reference of all, and a cache that
-depends on nothing but tokens would have the same KL in each.
+A document is read in one forward, after a short first turn, or in chunks; the tokens after it are scored. All orders
+end with the same tokens, so that one dense forward is the reference of all. A cache that depended on tokens alone
+would have the same KL in each.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,8 +24,8 @@ WHOLE = "prompt"
 
 def updates_of(order: str, length: int) -> list[int]:
     """
-    List the numbers of tokens of the forwards in which a document of `length` tokens is read: `prompt` is one,
-    `turn:N` is N tokens and then the others, `chunks:N` is N at a time.
+    List the tokens of each forward by which a document of `length` tokens is read: `prompt` is one forward, `turn:N`
+    is N tokens and then the rest, `chunks:N` is N tokens at a time.
     """
     name, _, number = order.partition(":")
     if order == WHOLE:
@@ -48,9 +48,9 @@ def cut_documents(
     num_windows: int = 1,
 ) -> list[torch.Tensor]:
     """
-    Cut `num_windows` documents of `length` tokens from each text, given as tokens and those that every text begins
-    with: one from the middle, several spread evenly. Behind `switch` tokens a document goes on with `others`, if these
-    are given. Too short a text is a `ValueError`.
+    Cut `num_windows` documents of `length` tokens from each text, one from the middle or several spread evenly. A text
+    is its tokens and the special tokens that begin every text. With `others`, a document continues with these after
+    `switch` tokens. Raise a `ValueError` if a text is too short.
     """
     documents = []
     for tokens, start_ids in texts:
@@ -65,7 +65,7 @@ def cut_documents(
 
 
 def _cut(tokens: torch.Tensor, count: int, number: int, num_windows: int) -> torch.Tensor:
-    """Cut `count` tokens from the middle of the stretch `number` of `num_windows`, by their first tokens."""
+    """Cut window `number` of `num_windows`, with `count` tokens; windows are spread evenly over the text."""
     if not 0 < count <= tokens.numel():
         raise ValueError(f"a document takes {count} tokens of a text, but one has {tokens.numel()}")
     first = (tokens.numel() - count) * (2 * number + 1) // (2 * num_windows)
@@ -83,9 +83,9 @@ def measure_orders(
     on_progress: Callable[[str], None] = lambda text: None,
 ) -> Iterator[dict[str, Any]]:
     """
-    Read the first `length` tokens of each window `[tokens]` in every order through fresh caches, and score the others
-    but the last, `chunk` a forward. Yield a row for each cache and order: mean `kl` of a token and by window,
-    `kl_ratio` to the first order, and what the last cache held behind the document.
+    Read the first `length` tokens of each window `[tokens]` in every order through fresh caches, and score the tokens
+    after them, `chunk` a forward. Yield a row for each cache and order: mean `kl` of a token and by window, `kl_ratio`
+    to the first order, and memory of the last cache after the document.
     """
     updates = {order: updates_of(order, length) for order in orders}
     reference = []

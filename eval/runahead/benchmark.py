@@ -29,7 +29,7 @@ def parse_shares(text: str, world_size: int) -> tuple[float, ...]:
         shares = tuple(float(each) for each in text.split(","))
     except ValueError as error:
         raise ValueError(f"`partition` has to hold shares with commas between them but is {text!r}") from error
-    # Other errors do not depend on the length
+    # Check shares; the length does not matter
     resolve_partition(shares, 1000, world_size)
     return shares
 

@@ -1,8 +1,8 @@
 """Measurements of KV-Runahead by ranks: prefills, slices and messages.
 
-Functions that take a `Worker` run in all ranks at once; the others give work to ranks, see `ranks`. Slices take most
-of the time: a few of them, first and last ones of each length, determine a cost model of four numbers, and partitions
-follow from that.
+Functions that take a `Worker` run in all ranks at once; the others give work to ranks, see `ranks`. Timing slices
+takes longest. A few slices, first and last ones of each length, determine a cost model of four numbers, from which
+partitions are planned.
 """
 
 import statistics

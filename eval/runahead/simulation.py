@@ -1,4 +1,4 @@
-"""Simulation of the chain of ranks over a link, and slices planned by the time to first token that it finds."""
+"""Simulation of the chain of ranks over a link, and slices planned by its time to the first token."""
 
 import math
 from functools import partial

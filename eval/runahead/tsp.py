@@ -1,12 +1,12 @@
 """Baselines of KV-Runahead: tensor/sequence-parallel prefill (TSP) with an all-gather, of even slices or a zig-zag.
 
-Every rank runs the whole model on equally many tokens of the prompt. In every layer all ranks gather the keys and
-values of all tokens, and attend only then: each rank waits for all others and receives everything. The last of even
-slices attends to the most tokens; in a zig-zag, as in context parallelism of training, a rank has one chunk of the
-prompt's first half and one of its second, folded so that all have equal work.
+Every rank runs the whole model on equally many tokens of the prompt. In every layer all ranks first gather the keys
+and values of all tokens, for which each waits for all others, and then attend. The last of even slices attends to the
+most tokens. In a zig-zag, as in context parallelism of training, a rank has one chunk of the prompt's first half and
+one of its second half, so that all ranks have equal work.
 
 Both use the attention of KV-Runahead, which skips tokens that a query may not see even if the rank has received them.
-Comparisons are thus of slices and communication, not of kernels.
+So measurements compare slices and communication, not kernels.
 """
 
 import time
@@ -26,7 +26,7 @@ from kvcache_plugins.kv_runahead.transport import Neighbours
 from kvcache_plugins.models.cache_argument import as_argument
 
 
-# Its name from PyTorch 2.13 on, which warns of the old one
+# PyTorch 2.13 renamed it, and warns of the old name
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 

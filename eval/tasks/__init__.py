@@ -1,4 +1,4 @@
-"""lm-eval tasks of the papers' sets: from files, as a person may have them, or from the hub's data sets.
+"""lm-eval tasks of the papers' sets, read from local files or from the hub's data sets.
 
 A task is a YAML file beside this one, and `loaders.py` reads its rows. They come from `data_folder` of lm-eval's
 `--metadata`, or from the folder that the environment variable `KVCACHE_PLUGINS_DATA` names, or else from the hub.
@@ -19,12 +19,12 @@ FOLDER = Path(__file__).resolve().parent
 
 
 def task_files() -> dict[str, Path]:
-    """The YAML file of every task, by the task's name."""
+    """Return the YAML file of every task, by the task's name."""
     return {f"kv_{path.stem}": path for path in sorted(FOLDER.glob("*.yaml"))}
 
 
 def find_task(task: str | Path, metadata: Mapping[str, Any] | None = None) -> tuple[Any, Any]:
-    """Find a task of this project, of a YAML file or of lm-eval, and what loads it; loaders get `metadata`."""
+    """Return a task of this project, of a YAML file or of lm-eval, and its manager, which passes on `metadata`."""
     from lm_eval.tasks import TaskManager
     from lm_eval.tasks._yaml_loader import load_yaml
 
@@ -36,7 +36,7 @@ def find_task(task: str | Path, metadata: Mapping[str, Any] | None = None) -> tu
 
 
 def run_lm_eval(arguments: Sequence[str]) -> None:
-    """Run lm-eval with `arguments` as after `lm_eval`, the model `kvcache` registered and tasks known by name."""
+    """Run `lm_eval` with `arguments`, with the model `kvcache` and this project's tasks by name."""
     if find_spec("lm_eval") is None:
         raise ImportError("`eval` needs lm-eval: `pip install '.[eval]'` in a clone of the repository")
     from lm_eval.__main__ import cli_evaluate
@@ -48,7 +48,7 @@ def run_lm_eval(arguments: Sequence[str]) -> None:
 
 
 def _with_task_files(arguments: Sequence[str]) -> list[str]:
-    """Names of this project's tasks replaced by their files, which lm-eval reads wherever they are."""
+    """Replace names of this project's tasks by their files, which lm-eval can read."""
     if arguments and arguments[0] != "run":
         has_path = any(each.split("=")[0] == "--include_path" for each in arguments)
         return [*arguments, *([] if has_path else ["--include_path", str(FOLDER)])]

@@ -1,7 +1,7 @@
-"""Rows of the tasks in this folder. lm-eval loads this file by its path, so what it imports is named in full.
+"""Rows of the tasks in this folder. lm-eval loads this file by its path, so that imports are absolute.
 
-Loading it registers the model `kvcache`: so `lm_eval --model kvcache --tasks path/to/copa.yaml` works with releases of
-lm-eval that look for no plug-ins.
+Loading it registers the model `kvcache`, so that `lm_eval --model kvcache --tasks path/to/copa.yaml` works in releases
+of lm-eval without entry points for models.
 """
 
 import os
@@ -25,7 +25,7 @@ from kvcache_plugins.models.reference_model import resolve_model
 
 
 DATA_VARIABLE = "KVCACHE_PLUGINS_DATA"
-# Rows set apart for few-shot examples, where a set has no file of its own for them
+# First rows that are few-shot examples, if a set has no file for them
 NUM_EXAMPLES = 32
 _BOOK = "moby_dick/moby_dick.txt"
 
@@ -36,8 +36,8 @@ def load_rows(
     files: Mapping[str, str], hub: Sequence[str], hub_test: str = "test", data_folder: str | None = None, **_: object
 ) -> DatasetDict:
     """
-    Load the splits `train`, for examples, and `test` of a set: from `files` of JSON lines by split, the first rows of
-    one without `train` going to it; or from the `hub`, path and name, where `test` may be called otherwise.
+    Load the splits `train`, for examples, and `test` of a set: from `files` of JSON lines by split (without `train`
+    the first rows of `test`), or from the `hub`, by path and name; its name of `test` is `hub_test`.
     """
     folder = _find_folder(data_folder)
     if folder is None:
@@ -81,13 +81,13 @@ def _as_splits(splits: Mapping[str, Iterable[Row]]) -> DatasetDict:
 
 
 def gsm8k_examples() -> list[Row]:
-    """The eight worked examples that lm-eval's own task has."""
+    """Return the eight worked examples of lm-eval's own task."""
     path = Path(lm_eval.tasks.__file__).parent / "gsm8k" / "gsm8k-cot.yaml"
     return load_yaml(path, resolve_func=False)["fewshot_config"]["samples"]
 
 
 def load_questions(file: str, data_folder: str | None = None, records: int | None = None, **_: object) -> DatasetDict:
-    """Load questions for one of many lines, or one value of many keys; of fewer with `records`."""
+    """Load questions for one of many lines, or for the value of one of many keys; `records` limits their number."""
     # The last character of an answer is where generation stops
     asked = read_questions(_find_file(data_folder, file), records)
     return _as_splits({"test": [{"context": each.context, "answer": each.answer[:-1]} for each in asked]})
@@ -96,7 +96,7 @@ def load_questions(file: str, data_folder: str | None = None, records: int | Non
 def passkey(
     data_folder: str | None = None, text_file: str | None = None, words: int = 1500, questions: int = 20, **_: object
 ) -> DatasetDict:
-    """A number hidden in a text, at depths spread evenly from its beginning to its end."""
+    """Make questions for a number in a text, at depths spread evenly from its beginning to its end."""
     path = Path(text_file) if text_file else _find_file(data_folder, _BOOK)
     haystack = path.read_text(encoding="utf-8").split()[:words]
     if len(haystack) < words:
@@ -114,7 +114,7 @@ def passkey(
 def make_context(
     task: str, length: int = 2048, samples: int = 20, scored: int = 128, pretrained: str | None = None, **_: object
 ) -> DatasetDict:
-    """Make samples at places spread over their answers, of tokens of `pretrained`, else of three characters each."""
+    """Make samples at places spread over their answers; without `pretrained` a token counts as three characters."""
     count_tokens: Callable[[str], int] = lambda text: len(text) // 3  # noqa: E731
     if pretrained is not None:
         tokenizer = AutoTokenizer.from_pretrained(resolve_model(pretrained))
@@ -130,7 +130,7 @@ def score_answer(doc: Row, results: Sequence[tuple[float, bool]]) -> dict[str, o
 
 
 def wikitext(data_folder: str | None = None, **_: object) -> DatasetDict:
-    """WikiText-2, a page a row."""
+    """Load WikiText-2, with a page in each row."""
     folder = _find_folder(data_folder)
     if folder is None:
         rows = _load_from_hub("EleutherAI/wikitext_document_level", "wikitext-2-raw-v1")["test"]
@@ -142,7 +142,7 @@ def wikitext(data_folder: str | None = None, **_: object) -> DatasetDict:
 
 
 def text(text_file: str | None = None, **_: object) -> DatasetDict:
-    """One's own text, as one row."""
+    """Load the user's text, as one row."""
     if text_file is None:
         raise ValueError("`text_file`: name the text to score in `--metadata`")
     return _as_splits({"test": [{"page": Path(os.path.expanduser(text_file)).read_text(encoding="utf-8")}]})

@@ -1,4 +1,4 @@
-"""Builds the repository of Triton's kernels for the kernel hub: `python hub/kernels/build.py FOLDER`."""
+"""Build the repository of Triton's kernels for the kernel hub: `python hub/kernels/build.py FOLDER`."""
 
 import hashlib
 import json
@@ -19,10 +19,10 @@ SOURCES = ROOT / "triton_kernels"
 
 def build(folder: Path) -> None:
     """
-    Writes the repository: its sources as `kernel-builder` takes them, and its builds as `kernels` loads them.
+    Write the repository: sources for `kernel-builder`, and builds that `kernels` loads.
 
     Args:
-        folder (`Path`): where to; builds and sources that are there are replaced.
+        folder (`Path`): the repository's folder; its builds and sources are replaced.
     """
     general = tomllib.loads((HERE / "build.toml").read_text(encoding="utf-8"))["general"]
     name = general["name"].replace("-", "_")
