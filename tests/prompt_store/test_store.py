@@ -21,6 +21,7 @@ from kvcache_plugins import GEARCache, PromptStore, create_cache
 from kvcache_plugins.files.records import write_record
 from kvcache_plugins.prompt_store.blocks import FORMAT, read_block
 from kvcache_plugins.prompt_store.maintenance import clear, list_prompts
+from kvcache_plugins.prompt_store.prompt_cache import TransformCodingPromptCache
 from kvcache_plugins.transform_coding.calibration import calibrate_transform
 
 
@@ -179,6 +180,9 @@ def test_wrong_options_are_refused(tiny_llama, tmp_path):
         "`block_tokens`": lambda: PromptStore(tmp_path, block_tokens=0),
         "`max_bytes`": lambda: PromptStore(tmp_path, max_bytes="much"),
         "`folder`": lambda: PromptStore(tmp_path / "file" / "below"),
+        "`folder` has to be a path": lambda: PromptStore(5),
+        "`cache` has to be one that": lambda: store.keep(create_cache("transform", tiny_llama), prompt(10)),
+        "that `cache_for` or": lambda: store.prefill(tiny_llama, create_cache("transform", tiny_llama), prompt(10)),
     }.items():
         with pytest.raises(ValueError, match=message):
             call()
@@ -299,6 +303,20 @@ def test_damage_is_reported_once_and_repaired(tiny_llama, tmp_path, assert_same,
         warnings.simplefilter("error")
         assert_same(store.read(tiny_llama, input_ids), expected)
     assert store.stats()["tokens_saved"] == 256 * number + 512
+
+
+def test_an_error_while_loading_ends_the_lease(tiny_llama, tmp_path, monkeypatch):
+    input_ids, store = prompt(300), PromptStore(tmp_path)
+    kept = store.read(tiny_llama, input_ids)
+    leases = set((tmp_path / "leases").iterdir())
+
+    def run_out_of_memory(*args):
+        raise MemoryError
+
+    monkeypatch.setattr(TransformCodingPromptCache, "fill", run_out_of_memory)
+    with pytest.raises(MemoryError):
+        store.read(tiny_llama, input_ids)
+    assert set((tmp_path / "leases").iterdir()) == leases and kept.get_seq_length() == 300
 
 
 def test_forged_values_are_not_loaded(tiny_llama, tmp_path, assert_same):

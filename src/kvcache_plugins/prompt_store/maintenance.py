@@ -84,7 +84,7 @@ def clear(path: Path) -> tuple[int, int]:
 
 def _open(path: Path) -> StoreFolder:
     if not (path / "blocks").is_dir():
-        raise ValueError(f"`store`: {path} is no folder of a prompt store")
+        raise ValueError(f"`store`: {path} is no folder of a prompt store; `generate --store {path}` makes one")
     return StoreFolder(path)
 
 

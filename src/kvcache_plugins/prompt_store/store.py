@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import time
 import weakref
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -53,7 +53,9 @@ def default_folder() -> Path:
     return user_folder() / "prompts"
 
 
-def _expanded(folder: str | Path) -> Path:
+def _expanded(folder: object) -> Path:
+    if not isinstance(folder, str | Path):
+        raise ValueError(f"`folder` has to be a path but got {folder!r}")
     try:
         return Path(folder).expanduser()
     except RuntimeError as error:
@@ -174,6 +176,7 @@ class PromptStore:
         Read the rest of a prompt `[1, tokens]` into a cache of `cache_for`, and keep each block once it is read. The
         last block, whole or in part, remains for `generate`.
         """
+        self._check_own(cache)
         self._read_blocks(model, cache, input_ids, len(_token_ids(input_ids)) - 1)
 
     def keep(self, cache: PromptCache, input_ids: torch.Tensor) -> int:
@@ -184,9 +187,8 @@ class PromptStore:
         Raises:
             ValueError: if the cache is not from this store, or has read its prompt in other pieces.
         """
+        self._check_own(cache)
         token_ids, record = _token_ids(input_ids), cache.record
-        if record.store is not self:
-            raise ValueError("`cache` has to be one that `cache_for` or `read` of this store returned, and no copy")
         length = record.length
         num_whole = min(cache.get_seq_length(), len(token_ids)) // length
         num_read = min(record.num_blocks, num_whole)
@@ -241,17 +243,22 @@ class PromptStore:
         root = root_key(model, type(made).__name__, stored_options(made), length)
         keys = prompt_keys(root, token_ids[:most], length)[1:]
         blocks, lease = self.read_blocks(keys)
-        while blocks:
-            try:
-                made.fill(blocks, model.device)
-                break
-            except ValueError as error:
-                # The checksum is right, so the file was forged
-                blocks.pop()
-                path = self._files.path_of(keys[len(blocks)])
-                with suppress(OSError):
-                    self._remove_damaged(path, path.stat().st_ino, f"`folder`: {path} is damaged: {error}")
-                made = self._empty_cache(model, cache, options)
+        with ExitStack() as stack:
+            if lease is not None:
+                stack.callback(lease.end)
+            while blocks:
+                try:
+                    made.fill(blocks, model.device)
+                    break
+                except ValueError as error:
+                    # The checksum is right, so the file was forged
+                    blocks.pop()
+                    path = self._files.path_of(keys[len(blocks)])
+                    with suppress(OSError):
+                        self._remove_damaged(path, path.stat().st_ino, f"`folder`: {path} is damaged: {error}")
+                    made = self._empty_cache(model, cache, options)
+            # From here on the lease ends with the cache
+            stack.pop_all()
         record = made.record
         record.store = self
         record.root = root
@@ -338,6 +345,10 @@ class PromptStore:
         seconds = time.perf_counter() - started
         self._count(blocks_kept=num_written, blocks_not_kept=len(blocks) - num_written, keep_seconds=seconds)
         return num_written
+
+    def _check_own(self, cache: object) -> None:
+        if not isinstance(cache, PromptCache) or cache.record.store is not self:
+            raise ValueError("`cache` has to be one that `cache_for` or `read` of this store returned, and no copy")
 
     def _warn_once(self, reason: str) -> None:
         if not self._has_warned:
