@@ -324,7 +324,13 @@ def test_two_models_in_two_threads_do_not_mix(tiny_llama, tiny_model, random_win
 
 
 def test_invalid_options_are_refused(tiny_llama, smollm2):
-    refused = {"`name` is `transform`, which has no tables": {}, "`num_recent_tokens`": {"num_recent_tokens": -1}}
+    refused = {
+        "`name` is `transform`, which has no tables": {},
+        "`num_recent_tokens`": {"num_recent_tokens": -1},
+        r"`text` has to be token ids of shape \[1, tokens\] but got \[100\]": {"text": torch.full((100,), 3)},
+        "`text` has to be token ids of shape .* but got 'abc'": {"text": "abc"},
+        "`text` .* has 9 tokens, but tables need at least 68": {"text": torch.full((1, 9), 3)},
+    }
     for message, options in refused.items():
         with pytest.raises(ValueError, match=message), compressed_batching(tiny_llama, "transform", **options):
             pass

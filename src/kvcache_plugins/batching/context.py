@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING
 
 import torch
 import transformers
-from transformers import PreTrainedModel
+from transformers import Cache, PreTrainedModel
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
 
 from kvcache_plugins.codecs.rows import share_formats
 from kvcache_plugins.layers.row_layer import RowLayer
 from kvcache_plugins.models.cache_argument import as_argument, find_cache
 from kvcache_plugins.option_checks import check_integer
+from kvcache_plugins.packed.cache import PackedCache
 from kvcache_plugins.prompt_store.store import PromptStore
 from kvcache_plugins.registry import create_cache
 
@@ -83,6 +84,7 @@ def _find_codecs(
     cache = create_cache(name, model)
     layers = {layer_idx: layer for layer_idx, layer in enumerate(cache.layers) if isinstance(layer, RowLayer)}
     if text is not None:
+        _check_text(text, cache)
         with torch.no_grad():
             model(text.to(model.device), **as_argument(cache), logits_to_keep=1)
     codecs = {}
@@ -100,6 +102,16 @@ def _find_codecs(
             "under tensor parallelism)"
         )
     return PageCodecConfig(codecs, num_sink_tokens, num_recent_tokens)
+
+
+def _check_text(text: object, cache: Cache) -> None:
+    """Raise a `ValueError` unless a text `[1, tokens]` is long enough for tables."""
+    if not isinstance(text, torch.Tensor) or text.dim() != 2 or len(text) != 1 or text.is_floating_point():
+        got = list(text.shape) if isinstance(text, torch.Tensor) else repr(text)[:40]
+        raise ValueError(f"`text` has to be token ids of shape [1, tokens] but got {got}")
+    least = cache.cache_config.shortest_prompt if isinstance(cache, PackedCache) else 1
+    if text.shape[1] < least:
+        raise ValueError(f"`text` (`--text-file`) has {text.shape[1]} tokens, but tables need at least {least}")
 
 
 def _page_store(store: PromptStore, model: PreTrainedModel, codec_config: PageCodecConfig) -> PageStore:

@@ -64,7 +64,7 @@ def check_release() -> None:
 
 @contextmanager
 def patched(config: PreTrainedConfig, make_allocator: AllocatorFactory) -> Iterator[None]:
-    """Have paged caches for a model's `config` made with allocators of `make_allocator`."""
+    """Make allocators of paged caches for a model's `config` by `make_allocator` inside the context."""
     key = id(config)
     with _LOCK:
         _OPEN.setdefault(key, []).append(make_allocator)
@@ -97,7 +97,7 @@ def remove_patches() -> None:
 class _Allocator(FullAttentionCacheAllocator):
     """Replaces Transformers' allocator class while a context is open."""
 
-    # Transformers asks the class; without block tables models without a context are slower for the time
+    # Transformers reads it of the class: models without a context have no block tables meanwhile, and are slower
     supports_block_table = False
 
     def __new__(cls, **options: Unpack[AllocatorOptions]) -> FullAttentionCacheAllocator:  # type: ignore[misc]
