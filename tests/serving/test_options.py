@@ -71,7 +71,7 @@ TRIED = {
     "background": (False, True),
     "include": (None, ["message.output_text.logprobs"]),
     "truncation": ("disabled", "auto"),
-    "chat_template_kwargs": ({"loud": True}, [1]),
+    "chat_template_kwargs": ({"loud": True}, {"tokenize": False}),
     "generation_config": (json.dumps({"max_new_tokens": 2}), json.dumps({"num_return_sequences": 2})),
 }
 
@@ -162,6 +162,9 @@ def test_temperature_top_p_and_seed_decide_how_tokens_are_chosen(ask):
     assert text(top_p=1e-3) == text(temperature=1, top_p=1e-3) == greedy
     sampled = [text(temperature=1, seed=seed) for seed in (1, 2, 1)]
     assert sampled[0] == sampled[2] and len({greedy, *sampled}) == 3
+    # The seed of one request does not decide on the next one's tokens
+    after = [(text(temperature=1, seed=1), text(temperature=1))[1] for _ in range(2)]
+    assert after[0] != after[1]
 
 
 def test_logit_bias_decides_on_a_token(ask):
@@ -236,8 +239,14 @@ def test_a_prompt_is_refused_at_once_if_it_is_longer_than_the_model_takes(server
         ({"role": "user", "content": "abc", "name": "somebody"}, "message with `name`"),
         ({"role": "tool", "content": "abc", "tool_call_id": "1"}, "message with `tool_call_id`"),
         ("abc", "accepted are messages"),
+        ({"content": "abc"}, "message without a `role`"),
+        ({"role": 5, "content": "abc"}, "message without a `role`"),
+        ({"role": "user", "content": 5}, "`content` 5, but accepted are a text or parts"),
+        ({"role": "user", "content": [["abc"]]}, "has a part of type"),
+        ({"role": "user", "content": [{"type": "text"}]}, "part of type `text` without a `text`"),
+        ({"role": "user", "content": [{"type": "text", "text": 5}]}, "without a `text`"),
     ],
-    ids=["image", "name", "tool", "text"],
+    ids=["image", "name", "tool", "text", "no-role", "no-text-role", "number", "list", "no-text", "number-as-text"],
 )
 def test_messages_with_parts_hidden_from_the_model_are_refused(message, words, ask):
     with pytest.raises(openai.BadRequestError, match=f"`messages` .*{words}"):

@@ -143,6 +143,8 @@ WRONG = {
     "option": ({"extra_body": {"nothing": 1}}, "`nothing` is no option of /v1/completions"),
     "prompt": ({"prompt": ""}, "prompt is empty"),
     "tokens": ({"max_tokens": -1}, "`max_tokens` is -1, but accepted is 1 or more"),
+    "config": ({"extra_body": {"generation_config": '{"max_new_tokens": "a"}'}}, "`generation_config` has a value"),
+    "field": ({"extra_body": {"generation_config": '{"nothing": 1}'}}, "JSON of a `GenerationConfig`"),
 }
 
 
@@ -161,6 +163,9 @@ def test_errors_of_a_stream_and_of_routes_are_json(server, client):
     assert "1000000" in caught.value.body
     with pytest.raises(openai.BadRequestError, match="`messages` is missing"):
         client.post("/chat/completions", body={"model": "smollm2"}, cast_to=object)
+    with pytest.raises(openai.BadRequestError, match="the body of a request has to be a JSON object") as caught:
+        client.post("/completions", body=[1], cast_to=object)
+    assert ".py" not in str(caught.value)
     # Numbers of the server are of its lines and of no route
     with pytest.raises(openai.NotFoundError):
         client.get("/../metrics", cast_to=object)
@@ -243,6 +248,7 @@ REFUSED = {
     "model": (["./nothing"], "`model` is `./nothing`, but there is no such folder"),
     "port": (["smollm2", "--port", "99999"], "'--port'"),
     "host": (["{folder}", "--host", "192.0.2.1"], "cannot be listened at"),
+    "name of a host": (["{folder}", "--host", "no..name"], "`--host` has to be an address"),
 }
 
 

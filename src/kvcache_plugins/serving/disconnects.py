@@ -1,4 +1,4 @@
-"""Requests whose clients may disconnect: what threads know of a request, and how its computation ends.
+"""Requests whose clients may disconnect: the state that threads share, and the end of their computation.
 
 A request arrives on the server's event loop, and a manager computes its answer on another thread. Both hold its
 `Request`: `DisconnectMiddleware` sets `disconnected` on the event loop, and layers of the model see it on the other
@@ -79,7 +79,7 @@ class DisconnectMiddleware:
         try:
             await answer
         except asyncio.CancelledError:
-            # Without a disconnect it is the server that stops
+            # Otherwise the server is stopping
             if not disconnected.is_set():
                 disconnected.set()
                 raise
@@ -89,7 +89,7 @@ class DisconnectMiddleware:
 
 @contextmanager
 def stop_if_disconnected(model: PreTrainedModel, disconnected: threading.Event) -> Iterator[None]:
-    """Have each layer of a model raise `ClientDisconnected` once a client has disconnected."""
+    """Make each layer of a model raise `ClientDisconnected` once a client has disconnected."""
 
     def check(*args: object) -> None:
         if disconnected.is_set():

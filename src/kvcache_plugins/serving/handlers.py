@@ -1,4 +1,4 @@
-"""Transformers' handlers of OpenAI's APIs: options are checked before, and answers completed behind them.
+"""Transformers' handlers of OpenAI's APIs, with a check of options before them, and completed answers after them.
 
 Transformers drops options that it does not know, samples only where the model's generation config says so, leaves a
 stop string in its answer, and counts no tokens that were known.
@@ -64,7 +64,12 @@ class _CheckingHandler(BaseHandler):
         body = {name: value for name, value in body.items() if value not in (None, [], {})}
         check_options(self.api, self._options, body, takes_tools=self._takes_tools)
         CURRENT.get().seed = body.pop("seed", None)
-        answer = await super().handle_request({"stream": False, **body}, request_id)  # type: ignore[misc]
+        try:
+            answer = await super().handle_request({"stream": False, **body}, request_id)  # type: ignore[misc]
+        except TypeError as error:
+            if "generation_config" not in body:
+                raise
+            raise ValueError(f"`generation_config` has a value of a wrong type: {error}") from error
         stops = body.get("stop", [])
         completion = _Completion([stops] if isinstance(stops, str) else stops, body.get("stream_options", {}))
         if isinstance(answer, StreamingResponse):

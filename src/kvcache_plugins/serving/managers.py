@@ -129,7 +129,10 @@ class CachingManager(GenerateManager):
         num_tokens, started = input_ids.shape[1], time.perf_counter()
         cache = self._read(input_ids, request)
         ready = time.perf_counter()
-        if request.seed is not None:
+        # Another request's seed must not decide on this answer
+        if request.seed is None:
+            torch.seed()
+        else:
             torch.manual_seed(request.seed)
         held = None if streamer is None else _HeldStreamer(streamer)
         with attached(cache):

@@ -5,9 +5,12 @@ is computed, by a `ValueError` that names it and the accepted values. A value wi
 accepted; `null`, `[]` and `{}` count as left out.
 """
 
+import inspect
 import json
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
+
+from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 
 class Option(NamedTuple):
@@ -66,8 +69,15 @@ def _takes_generation_config(value: object) -> bool:
     if not isinstance(config, dict) or config.get("num_return_sequences") not in (None, 1):
         return False
     # The server chooses the cache, and reads the output as tokens
-    others = config.get("cache_implementation"), config.get("return_dict_in_generate")
-    return not any(others) and config.get("use_cache") is not False
+    others = (config.get(name) for name in ("cache_implementation", "cache_config", "return_dict_in_generate"))
+    is_known = config.keys() <= vars(GenerationConfig()).keys()
+    return is_known and not any(others) and config.get("use_cache") is not False
+
+
+def _takes_template_arguments(value: object) -> bool:
+    # Arguments of the method are the server's, and a template of a client's could run for ever
+    own = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters.keys() - {"documents"}
+    return isinstance(value, dict) and not own & value.keys()
 
 
 def _takes_functions(value: object) -> bool:
@@ -85,7 +95,9 @@ _SHARED = {
     "top_p": _number(1e-6, 1, "above 0, up to 1"),
     "seed": _integer(-(2**63), "a whole number"),
     "user": _LABEL,
-    "generation_config": Option("JSON, for one answer; it names no cache", _takes_generation_config),
+    "generation_config": Option(
+        "JSON of a `GenerationConfig`, for one answer; it names no cache", _takes_generation_config
+    ),
 }
 _COMPLETION = {
     **_SHARED,
@@ -106,7 +118,7 @@ _CHAT = {
     "safety_identifier": _LABEL,
     "prompt_cache_key": _LABEL,
     "top_logprobs": _values(0),
-    "chat_template_kwargs": Option("arguments of the chat template", lambda value: isinstance(value, dict)),
+    "chat_template_kwargs": Option("arguments of the chat template", _takes_template_arguments),
 }
 # The first option of each API is its prompt
 OPTIONS: Mapping[str, Options] = {
@@ -196,12 +208,16 @@ def _check_message(name: str, message: object, takes_tools: bool) -> None:
     """Raise a `ValueError` for content of a message that would not reach the chat template."""
     if not isinstance(message, dict):
         raise ValueError(f"`{name}` holds {json.dumps(message)[:200]}, but accepted are messages")
-    if "role" in message:
+    if "role" in message or name == "messages":
+        if not isinstance(message.get("role"), str):
+            raise ValueError(f"`{name}` has a message without a `role`, which is a text")
         keys = _MESSAGE_KEYS | (_TOOL_KEYS if takes_tools else set())
         unknown = [key for key, value in message.items() if value and key not in keys]
         if unknown:
             raise ValueError(f"`{name}` has a message with `{unknown[0]}`, but accepted are {', '.join(sorted(keys))}")
         content = message.get("content") or []
+        if not isinstance(content, str | list):
+            raise ValueError(f"`{name}` has `content` {json.dumps(content)[:200]}, but accepted are a text or parts")
         parts = [] if isinstance(content, str) else content
         kinds = _TEXTS
     else:
@@ -209,5 +225,7 @@ def _check_message(name: str, message: object, takes_tools: bool) -> None:
         kinds = _TEXTS | {"reasoning"} | (_TOOL_ITEMS if takes_tools else set())
     for part in parts:
         kind = part.get("type") if isinstance(part, dict) else part
-        if kind not in kinds:
+        if not isinstance(kind, str) or kind not in kinds:
             raise ValueError(f"`{name}` has a part of type `{kind}`, but accepted are {', '.join(sorted(kinds))}")
+        if kind in _TEXTS and not (isinstance(part, dict) and isinstance(part.get("text"), str)):
+            raise ValueError(f"`{name}` has a part of type `{kind}` without a `text`")

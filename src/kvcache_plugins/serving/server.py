@@ -160,7 +160,7 @@ class CacheServer:
             self._serve.server.run(sockets=[self._socket])
 
     def stop(self) -> None:
-        """Have `run` return, from any thread."""
+        """Make `run` return; any thread may call it."""
         self._serve.server.should_exit = True
 
     def stats(self) -> dict[str, int | float]:
@@ -174,7 +174,7 @@ class CacheServer:
         return found
 
     def _rename_model(self, name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-        """Have clients call the loaded model by `name`; a `ValueError` if it does not write text alone."""
+        """Rename the loaded model to `name` for clients; a `ValueError` if it does not write text alone."""
         models = self._serve._model_manager
         ((_, loaded),) = models.loaded_models.items()
         if models.get_model_modality(loaded.model, processor=loaded.processor).value != "LLM":
@@ -185,7 +185,7 @@ class CacheServer:
         return loaded.model, loaded.processor
 
     def _choose_sampling(self, model: PreTrainedModel, temperature: float | None) -> GenerationConfig:
-        """Choose how requests are sampled that do not say."""
+        """Return the sampling of requests that name none."""
         if temperature is not None:
             model.generation_config.update(do_sample=temperature > 0, temperature=temperature or None)
         chosen: GenerationConfig = self._serve._chat_handler._build_generation_config(
@@ -199,7 +199,7 @@ class CacheServer:
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
     ) -> None:
-        """Have Transformers' server answer by the manager and by this package's handlers."""
+        """Replace the manager and the handlers of Transformers' server."""
         state = self._serve._generation_state
         is_batched = isinstance(self._manager, BatchingManager)
         if isinstance(self._manager, BatchingManager):
@@ -236,6 +236,9 @@ class CacheServer:
         async def refuse(request: Request, error: Exception) -> JSONResponse:
             return answer(400, f"{error} is missing" if isinstance(error, KeyError) else str(error))
 
+        async def refuse_body(request: Request, error: Exception) -> JSONResponse:
+            return answer(400, "the body of a request has to be a JSON object")
+
         async def refuse_http(request: Request, error: Exception) -> JSONResponse:
             assert isinstance(error, HTTPException)
             return answer(error.status_code, str(error.detail))
@@ -243,8 +246,9 @@ class CacheServer:
         async def fail(request: Request, error: Exception) -> JSONResponse:
             return answer(500, f"{type(error).__name__}: {error}")
 
-        for kind in (ValueError, TypeError, KeyError, TemplateError, RequestValidationError):
+        for kind in (ValueError, TypeError, KeyError, TemplateError):
             app.add_exception_handler(kind, refuse)
+        app.add_exception_handler(RequestValidationError, refuse_body)
         app.add_exception_handler(HTTPException, refuse_http)
         app.add_exception_handler(Exception, fail)
 
@@ -303,7 +307,11 @@ def _choose_pages(
 
 def _bind(host: str, port: int) -> socket.socket:
     """Take a port, before the model is loaded."""
-    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        raise ValueError(f"`--host` has to be an address of this machine but got {host!r} ({error})") from error
+    family, kind, protocol, _, address = found[0]
     taken = socket.socket(family, kind, protocol)
     taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
