@@ -134,10 +134,11 @@ def test_options_out_of_range_are_named_with_what_is_accepted(cache, options, me
     ("given", "hint"),
     [
         ("gear-2bit", r"got 'gear-2bit'; .*`create_cache\('gear-2bit', model\)`"),
+        ("smollm2", r"got 'smollm2'; load it first, as by `AutoModelForCausalLM.from_pretrained\('smollm2'\)`"),
         (2, "got 2; options are given by their names, such as `nbits=2`"),
         (object(), "got <class 'object'>"),
     ],
-    ids=["name", "number", "object"],
+    ids=["name", "model's-name", "number", "object"],
 )
 def test_arguments_that_are_no_model_are_named(cache_class, given, hint):
     with pytest.raises(ValueError, match=f"`config` must be a `PreTrainedModel`, .*{hint}"):

@@ -315,7 +315,10 @@ def parse_option(text: str) -> tuple[str, OptionValue]:
 def parse_cache_spec(spec: str) -> tuple[str, dict[str, OptionValue]]:
     """Parse `name` or `name:key=value,key=value`, the form in which commands take a cache and its options."""
     name, colon, options = spec.partition(":")
-    parsed = dict(parse_option(option) for option in options.split(",")) if options.strip() else {}
+    pairs = [parse_option(option) for option in options.split(",")] if options.strip() else []
+    parsed = dict(pairs)
+    if len(parsed) < len(pairs):
+        raise ValueError(f"A cache has each option once, but got `{spec}`")
     is_divided_by_colon = re.search(r":\s*\w+=", options) is not None
     if not name.strip() or (colon and not parsed) or is_divided_by_colon:
         raise ValueError(f"A cache has the form `name` or `name:key=value,key=value`, but got `{spec}`")
@@ -333,7 +336,9 @@ def get_config(model: WrappedOrConfig, name: str = "model") -> PreTrainedConfig 
         return unwrap_model(model).config
     hint = f"; options are given by their names, such as `nbits={model!r}`" if isinstance(model, int | float) else ""
     if isinstance(model, str):
-        hint = f"; a cache is made by its name with `create_cache({model!r}, model)`"
+        hint = f"; load it first, as by `AutoModelForCausalLM.from_pretrained({model!r})`"
+        if model in list_caches():
+            hint = f"; a cache is made by its name with `create_cache({model!r}, model)`"
     shown = repr(model) if hint else str(type(model))
     raise ValueError(f"`{name}` must be a `PreTrainedModel`, a `PreTrainedConfig` or `None`, but got {shown}{hint}")
 

@@ -152,6 +152,8 @@ def test_chat_of_messages_equals_chat_of_its_tokens(tiny_model, tiny_folder):
     assert by_messages.stats() == choose_cache(model, turns, **options).stats()
     with pytest.raises(ValueError, match="`tokenizer` is needed for a chat of messages"):
         choose_cache(model, messages)
+    with pytest.raises(ValueError, match="needs `role` and `content` but has"):
+        choose_cache(model, [*messages, {"content": "x"}], tokenizer=tokenizer)
     tokenizer.chat_template = "{% for each in messages %}{{ messages | length }}{{ each.content }}{% endfor %}"
     with pytest.raises(ValueError, match="a template that changes earlier messages"):
         choose_cache(model, messages, tokenizer=tokenizer)

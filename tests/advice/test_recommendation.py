@@ -177,6 +177,10 @@ def test_default_caches_are_listed_on_the_first_page(contract_model: PreTrainedM
 
 
 def test_named_caches_that_cannot_be_sized_are_errors(contract_model: PreTrainedModel) -> None:
+    with pytest.raises(ValueError, match="`caches` has to be a sequence"):
+        ask(contract_model, "1MB", caches="dynamic")
+    with pytest.raises(ValueError, match="`kl` has to be a number"):
+        ask(contract_model, "1MB", caches=None, kl={"gear-2bit": "0.1"})
     with pytest.raises(ValueError, match="the cache `gear:nbits=5` cannot be sized"):
         ask(contract_model, "1MB", caches=["dynamic", "gear:nbits=5"])
     with pytest.raises(ValueError, match="Unknown cache `gaer`"):

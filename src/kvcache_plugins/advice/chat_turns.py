@@ -39,6 +39,8 @@ def _tokenize(messages: Sequence[Mapping[str, Any]], tokenizer: PreTrainedTokeni
     turns: list[torch.Tensor] = []
     whole = torch.empty(1, 0, dtype=torch.int64, device="cpu")
     for index, message in enumerate(messages):
+        if not {"role", "content"} <= message.keys():
+            raise ValueError(f"`input_ids`: a message of a chat needs `role` and `content` but has {sorted(message)}")
         if message["role"] != "assistant":
             continue
         for stop, is_open in ((index, True), (index + 1, False)):

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from kvcache_plugins.models.reference_model import ModelSource
+from kvcache_plugins.option_checks import check_number
 from kvcache_plugins.registry import describe_caches
 from kvcache_plugins.reports.memory import MemoryReport
 from kvcache_plugins.transform_coding.calibration import AUTO
@@ -33,8 +34,8 @@ DEFAULT_CACHES: tuple[str, ...] = (
     "calibrated-12",
     "gear-2bit",
 )
-# KL to the dense cache after a prompt of 1024 tokens: SmolLM2 on WikiText-2, as in docs/results/gear.md (a test
-# checks). InfiniGen's KL is of decoded tokens on Moby Dick
+# KL to the dense cache of 512 tokens in one forward after 1024: SmolLM2 on WikiText-2, from `eval/results` (a test
+# checks). Decoded tokens have a larger KL, see docs/results/gear.md. InfiniGen's is of decoded tokens of Moby Dick
 MEASURED_KL = {
     "dynamic": 0.0,
     "llamacpp-q8_0": 0.0001,
@@ -200,6 +201,13 @@ def recommend(
     budget = parse_bytes("memory", memory)
     host_budget = None if host_memory is None else parse_bytes("host_memory", host_memory)
     check_counts(context, batch_size, new_tokens)
+    for name, value, most in (("context", context, MAX_CONTEXT), ("batch_size", batch_size, MAX_BATCH_SIZE)):
+        if value > most:
+            raise ValueError(f"`{name}` has to be at most {most} but got {value}")
+    if isinstance(caches, str):
+        raise ValueError(f"`caches` has to be a sequence of names of caches but got {caches!r}")
+    for value in (kl or {}).values():
+        check_number("kl", value, least=0.0)
     sizer = CacheSizer(model, dtype=dtype, device=device)
     available = budget - _bytes_of_weights(sizer) if with_weights else budget
     if kl is not None:
