@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers.utils import import_utils
 
 from kvcache_plugins import list_caches, registry
 from kvcache_plugins.advice import doctor
@@ -97,6 +98,12 @@ def test_a_missing_backend_says_which_caches_cannot_be_used(without: Callable[[s
     assert "pip install '.[peers]' in a clone of the repository" in result.stdout
     report = report_of()
     assert package(report, "hqq")["detail"].startswith("hqq>=")
+
+
+def test_missing_packages_of_the_server_are_a_hint(monkeypatch: pytest.MonkeyPatch, report_of) -> None:
+    monkeypatch.setattr(import_utils, "is_serve_available", lambda: False)
+    (finding,) = (each for each in report_of()["findings"] if "kvcache-plugins serve" in each["what"])
+    assert finding["severity"] == "hint" and "'.[serving]'" in finding["advice"]
 
 
 def test_a_missing_requirement_is_an_error(without: Callable[[str], None], report_of, run) -> None:

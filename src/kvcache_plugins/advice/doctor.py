@@ -20,6 +20,7 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 from packaging.requirements import Requirement
+from transformers.utils import import_utils
 
 from kvcache_plugins.kernels.attention_call import AttentionCall
 from kvcache_plugins.kernels.engine import choose_coding_kernel, explain_kernel, load_triton, requested_kernel
@@ -31,7 +32,7 @@ from kvcache_plugins.registry import create_cache, describe_caches
 
 DISTRIBUTION = "kvcache-plugins"
 REQUIRED = "required"
-# Purpose of each extra that users install; the other extras are for development
+# Purpose of each extra that users install, but `serving`, whose packages Transformers knows
 EXTRAS = {
     "reference": "converting the reference models",
     "peers": "the caches quanto-* and hqq-*",
@@ -170,7 +171,8 @@ def examine(check: bool = False) -> HealthReport:
     kernels = [_examine_kernels(device, check) for device in ("cpu", *(["cuda"] if gpus else []))]
     triton = _examine_triton(bool(gpus))
     models = _examine_models()
-    findings = _merge([*_package_findings(packages), *_kernel_findings(kernels, triton), *_model_findings(models)])
+    of_packages = *_package_findings(packages), *_serving_findings()
+    findings = _merge([*of_packages, *_kernel_findings(kernels, triton), *_model_findings(models)])
     return HealthReport(
         works=not any(finding.severity == "error" for finding in findings),
         version=metadata.version(DISTRIBUTION),
@@ -351,6 +353,12 @@ def _package_findings(packages: Sequence[Package]) -> Iterator[Finding]:
             what = f"{package.name} is broken: " if package.status == "broken" else ""
             what += f"{package.detail}" if is_required else f"{package.detail} ({package.needed_for})"
             yield Finding("error" if is_required else "hint", what, package.advice)
+
+
+def _serving_findings() -> Iterator[Finding]:
+    if not import_utils.is_serve_available():
+        what = "packages of Transformers' server are not installed (`kvcache-plugins serve`)"
+        yield Finding("hint", what, "pip install '.[serving]' in a clone of the repository")
 
 
 def _kernel_findings(kernels: Sequence[Kernels], triton: TritonState) -> Iterator[Finding]:
