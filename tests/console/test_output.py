@@ -253,6 +253,11 @@ def test_recommend_marks_the_recommended_cache(folder: str, run, read) -> None:
     assert all(row["largest_batch_size"] == 0 for row in content["caches"])
 
 
+def test_recommend_cuts_no_number_of_a_wide_table(run) -> None:
+    shown = run("recommend", *SMALL[2:], "--context", "8192", "--memory", "100MB").stdout
+    assert "MB" in shown and "…" not in shown
+
+
 def test_recommend_shows_limits_in_units_of_the_budget(folder: str, run, monkeypatch, read) -> None:
     options = ["recommend", "--model", folder, "--cache"]
     said = run(*options, "h2o", "--memory", "64GiB", "--context", "9000", "--with-weights").stdout

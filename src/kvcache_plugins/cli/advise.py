@@ -73,7 +73,8 @@ def list_registered(
     console.print(make_table("", columns, rows))
     print_line(
         f"KV %: of 16 bits at {_LISTED_TOKENS} tokens, SmolLM2's shape, with `+` what is in host memory beside a GPU. "
-        f"KL: to the dense cache, SmolLM2 after {_LISTED_TOKENS} tokens. -: not known."
+        f"KL: to the dense cache, SmolLM2, a text scored in one forward after {_LISTED_TOKENS} tokens (infinigen: "
+        "a novel, decoded); decoded one by one it is larger. -: not known."
     )
 
 
@@ -276,8 +277,14 @@ def _print_recommendation(found: "Recommendation", is_decimal: bool) -> None:
         for number, limit in ((fit.largest_context, MAX_CONTEXT), (fit.largest_batch_size, MAX_BATCH_SIZE)):
             row.append(f">{limit:,}" if number is None else f"{number:,}")
         rows.append(row)
-    open_console().print(make_table(title, columns, rows))
-    print_line("Nearest to the dense cache first: KL of SmolLM2 after 1024 tokens; -: not known. KV %: of 16 bits.")
+    console, table = open_console(), make_table(title, columns, rows)
+    if console.measure(table).maximum > console.width:
+        # Fold headings, and leave out the column that bytes say as well: numbers would be cut
+        place = list(columns).index("KV %")
+        folded = {heading.replace("max ", "max\n"): kind for heading, kind in columns.items() if heading != "KV %"}
+        table = make_table(title, folded, [row[:place] + row[place + 1 :] for row in rows])
+    console.print(table)
+    print_line("Nearest to the dense cache first: KL as in `kvcache-plugins list`; -: not known. KV %: of 16 bits.")
     print_line(found.reason)
     if found.max_context is not None and found.context > found.max_context:
         print_line(f"The model was made for {found.max_context:,} tokens: fewer than were asked for.")
