@@ -169,7 +169,8 @@ def test_calibrations_in_the_models_repository_are_used(
     corrections.save(repository / "infinigen.safetensors")
     bound = AutoModelForCausalLM.from_pretrained(repository, trust_remote_code=True).eval()
     inputs = {**tokenizer(TEXT, return_tensors="pt"), "return_dict_in_generate": True, **OPTIONS}
-    for name, options in (("calibrated-16", {}), ("calibrated-20", {"num_sink_tokens": 8})):
+    presets = ("calibrated-16", {}), ("calibrated-20", {"num_sink_tokens": 8}), ("calibrated-16:nbits=3", {})
+    for name, options in presets:
         output = bound.generate(**inputs, cache=name, cache_options=options)
         cache = create_cache(name, model, calibration=calibration, **options)
         assert output.past_key_values.calibration.digest == calibration.digest

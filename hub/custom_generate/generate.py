@@ -1,7 +1,7 @@
 """
-`generate` with a compressed KV cache: what `model.generate(..., custom_generate="<this repository>")` calls, and
-`model.generate` itself where this folder is in the model's own repository. A calibration of transform coding beside
-the model's weights is used by the presets `calibrated-*`.
+`generate` with a compressed KV cache: `model.generate(..., custom_generate="<this repository>")` calls it, and so does
+`model.generate` if this folder is in the model's own repository. The presets `calibrated-*` use a calibration of
+transform coding beside the model's weights.
 """
 
 from collections.abc import Mapping
@@ -27,7 +27,7 @@ def generate(
     **arguments: Any,
 ) -> Any:
     """
-    `model.generate` with a fresh cache.
+    Run `model.generate` with a new cache.
 
     Args:
         inputs: The positional argument that `generate` was called with.
@@ -43,19 +43,19 @@ def generate(
     if given != [None, None] or not isinstance(cache, str):
         raise ValueError("leave out `past_key_values` and `cache_implementation`: `cache` takes the name of a cache")
     options = dict(cache_options or {})
-    if cache.startswith("calibrated-") and ":" not in cache:
+    if cache.startswith("calibrated-") and "calibration=" not in cache:
         found = find_calibration(model.name_or_path, getattr(model.config, "_commit_hash", None))
         options = options if found is None else {"calibration": found, **options}
     made = create_cache(cache, model, **options)
-    # Caches that listen to the model do so until the call ends
+    # Hooks of a cache on the model end with the call
     with made if isinstance(made, AbstractContextManager) else nullcontext():
-        # The class's: the model's own is this function where it is in the model's repository
+        # The method of the class, as the instance's is this function if it is in the model's repository
         return type(model).generate(model, *inputs, **arguments, **as_argument(made))
 
 
 @remember
 def find_calibration(repository: str, revision: str | None) -> str | None:
-    """Finds the file beside a model's weights, in a folder or on the hub, which is asked once."""
+    """Find the calibration beside a model's weights, in a folder or on the hub, which is asked once."""
     try:
         return cached_file(repository, CALIBRATION, revision=revision) if repository else None
     except OSError:
