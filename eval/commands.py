@@ -79,8 +79,8 @@ def _finished_rows(path: Path | None, settings: dict[str, object]) -> KnownRows:
     if path is None or not path.exists():
         return KnownRows()
     content = read_result(path)
-    known = {key: content["settings"].get(key) for key in settings}
-    if known != settings or content["commit"] != find_commit():
+    known = {key: content.get("settings", {}).get(key) for key in settings}
+    if known != settings or content.get("commit") != find_commit():
         raise ValueError(f"`resume`: {path} was made at another commit or with other settings")
     return KnownRows(content["rows"])
 

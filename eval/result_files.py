@@ -15,7 +15,12 @@ _OLD_NAME = re.compile(r"(?<![\w-])(infinigen-gear|gear-t\d+|gear-c\d+|gear(?=$|
 
 def read_result(path: Path) -> dict[str, Any]:
     """Read the JSON of a result; caches of older results get their present names."""
-    content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        content: Any = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is no JSON ({error})") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} is no result, which is a JSON object")
     return _rename(content) if content.get("date", "") < RENAMED_AT else content
 
 

@@ -168,13 +168,23 @@ class Sweep:
     @classmethod
     def read(cls, path: Path) -> "Sweep":
         """Read a YAML file; a `ValueError` names a missing, unknown or wrong entry."""
-        found = yaml.safe_load(read_text(path, "config"))
+        try:
+            found = yaml.safe_load(read_text(path, "config"))
+        except yaml.YAMLError as error:
+            raise ValueError(f"`config`: {path} is no YAML ({error})") from error
         content = found if isinstance(found, dict) else {}
         unknown, missing = content.keys() - _FIELDS, _NEEDED - content.keys()
         if unknown or missing:
             named = ", ".join(f"`{name}`" for name in sorted(unknown or missing))
             what = "unknown" if unknown else "missing"
             raise ValueError(f"{path}: {what} {named}. Known: {', '.join(sorted(_FIELDS))}")
+        for name, kind, words in (
+            ("models", list, "a list"),
+            ("caches", list, "a list"),
+            ("measures", dict, "a mapping"),
+        ):
+            if not isinstance(content[name], kind):
+                raise ValueError(f"{path}: `{name}` has to be {words} but is {content[name]!r}")
         check_caches(content["caches"])
         measures = {name: _parse_measure(name, fields) for name, fields in content["measures"].items()}
         more = {key: content.get(key) for key in ("dtype", "device")}

@@ -132,6 +132,9 @@ def test_a_task_of_lm_eval_is_a_measure(config: Path, tmp_path: Path, run, make_
         ({"caches": ["gaer"]}, "Unknown cache `gaer`"),
         ({"caches": ["gear-2bit:rnak=1"]}, "Unknown option `rnak`"),
         ({"modles": []}, "unknown `modles`. Known: caches"),
+        ({"caches": "gear"}, "`caches` has to be a list but is 'gear'"),
+        ({"models": "smollm2"}, "`models` has to be a list but is 'smollm2'"),
+        ({"measures": ["x"]}, "`measures` has to be a mapping but is ['x']"),
         ({"measures": {"x": {"limit": 3}}}, "measure `x` has to have one of task, fidelity, perplexity, retrieval"),
         ({"measures": {"x": {"fidelity": {}, "windows": 2}}}, "measure `x`: the options of `fidelity` stand in it"),
         ({"measures": {"x": {"fidelity": {"widnows": 2}}}}, "`fidelity` has no option widnows. It has text_file"),
@@ -155,6 +158,11 @@ def test_missing_fields_and_unmatched_runs_are_errors(config: Path, run) -> None
     with pytest.raises(ValueError, match="missing `out`"):
         Sweep.read(config)
     assert "there is no result of a sweep" in run("eval", "report", str(config.parent), code=2).stderr
+    config.write_text("models: [")
+    assert "is no YAML" in run("eval", "sweep", str(config), code=2).stderr
+    for text, message in (("[", "is no JSON ("), ("[]", "is no result")):
+        (config.parent / "result.json").write_text(text)
+        assert message in " ".join(run("eval", "report", str(config.parent / "result.json"), code=2).stderr.split())
 
 
 def test_a_result_is_known_by_every_setting(config: Path) -> None:
