@@ -32,7 +32,7 @@ MODEL, CONTEXT = "smollm2", 4096
 CACHES = {
     "transform": "`TransformCodingCache`, this package's method",
     "gear": "`GEARCache`, GEAR as in its paper",
-    "infinigen": "`InfiniGenCache`: 21 % on a GPU, 93 % in host memory",
+    "infinigen": "`InfiniGenCache`; with a GPU 21 % on it, 93 % in host memory",
     "kivi-4bit": "KIVI",
     "quanto-4bit": "Transformers' `QuantizedCache`",
     "llamacpp-q8_0": "llama.cpp's type",
