@@ -1,8 +1,8 @@
 """`compressed_by_default`: every `generate` of a block of code has a cache of the registry.
 
 `generate` makes its cache in `GenerationMixin._prepare_cache_for_generation`, which knows the model. While a block is
-open in any thread, a function in its place lets Transformers prepare what it likes, and then replaces an empty
-`DynamicCache` of a thread with an open block.
+open in any thread, another function replaces that method: it calls the method, and then replaces an empty
+`DynamicCache` in threads with an open block.
 """
 
 from __future__ import annotations

@@ -224,7 +224,13 @@ WRONG = {
     "bench kernels --device gpu": "`device` must be one that torch knows",
     "eval fidelity --cache transform": "Missing option '--text-file'",
     "eval fidelity --windows 0 --cache transform --text-file TEXT": "'--windows'",
-    "generate --prompt x --temperature 0": "`temperature` must be above 0",
+    "generate --prompt x --temperature 0": "`temperature` has to be a number above 0",
+    "generate --prompt x --temperature nan": "`temperature` has to be a number above 0",
+    "generate --prompt x --max-kl 0": "`max_kl` has to be a number above 0",
+    "generate --prompt x --seed -1": "Invalid value for '--seed'",
+    "generate --prompt x --device meta": "`device` is `meta`",
+    "generate --prompt x --cache ''": "has the form `name`",
+    "generate --prompt x --cache gear:nbits=2,nbits=4": "each option once",
     "generate --prompt x --model smollm": "did you mean `smollm2`?",
     "generate --prompt x --model /no/such": "`model` is `/no/such`, but there is no such folder",
     "generate --prompt x --model /tmp": "`model` is the folder `/tmp`, but there is no `config.json` in it",
@@ -240,6 +246,7 @@ WRONG = {
     "recommend --memory 1GB --context 5 --cache gaer": "Unknown cache `gaer`. Did you mean `gear`? See `kvcache",
     "recommend --memory 1GB --context 5 --dtype int4": "`dtype` must be one of `float32`",
     "recommend --memory 1GB --context 5 --device gpu": "`device` has to be one of ['cuda', 'cpu']",
+    "recommend --memory 1GB --context 99999999": "`context` has to be at most 16777216",
     "recommend --memory 1GB --context 5 --new-tokens 5": "they have to be fewer than 5 but are 5",
 }
 WRONG |= {
@@ -289,6 +296,13 @@ def test_texts_are_read_before_a_model_is_loaded(command, no_model_is_loaded, tm
     option = "--text-file" if command in READERS else "--prompt-file"
     for name, message in list(wrong.items())[: 3 if command in READERS else 2]:
         refuse(message, *command.split(), "--cache", "transform", option, str(tmp_path / name))
+
+
+def test_a_store_is_opened_before_a_model_is_loaded(no_model_is_loaded, tmp_path, refuse):
+    (tmp_path / "file").touch()
+    refuse("`store`: ", "generate", "--prompt", "x", "--store", str(tmp_path / "file"))
+    refuse("`store` keeps presets of", "generate", "--prompt", "x", "--cache", "h2o", "--store", str(tmp_path / "new"))
+    assert not (tmp_path / "new").exists()
 
 
 def test_an_existing_file_is_not_overwritten(tmp_path: Path) -> None:

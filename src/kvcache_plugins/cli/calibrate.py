@@ -43,9 +43,9 @@ def main(
     texts of Python and of this package (code, reference, prose in eight languages) and the texts given. Without --out
     the file is kept where those presets find it; with it they take it as `calibrated-16:calibration=FILE`.
 
-    InfiniGen: measures how well it speculates, and fits corrections; every other window is only measured. The figures
-    are, of each layer, the attention mass that a tenth of the tokens captures, chosen by the true queries (oracle), by
-    the paper's guess (input), by ours (stream), and by ours with the correction. The cache takes the file as
+    InfiniGen: measures the prediction of queries, and fits corrections on every other window. Columns have the
+    attention mass of a tenth of a layer's tokens, chosen by true queries (oracle), by the paper's prediction (input),
+    by this package's (stream), and by the latter with the correction (corrected). The cache takes the file as
     `InfiniGenCache(model, calibration="FILE")`.
 
     oscar: fits the rotations of the baseline `oscar-2bit`, which takes the file as `oscar-2bit:calibration=FILE`.

@@ -2,8 +2,8 @@
 
     kvcache-plugins eval run --model kvcache --model_args pretrained=smollm2,cache=transform --tasks kv_copa
 
-`python -m kvcache_plugins.eval` is the same. lm-eval's commands are handed on as they are. Their help is ours,
-and needs no import of lm-eval for it.
+`python -m kvcache_plugins.eval` is the same. Commands of lm-eval get their arguments unchanged. Their help is written
+here, so that it does not import lm-eval.
 """
 
 from functools import partial
@@ -19,7 +19,7 @@ from kvcache_plugins.console.results import free_stdout, print_json
 
 _HELP = """Evaluation with the cache in the loop.
 
-That is lm-eval's tasks, fidelity, order, perplexity, retrieval and sweeps.
+Measures are lm-eval's tasks, fidelity, order, perplexity and retrieval; sweeps combine them.
 
 `fidelity`, `order`, `perplexity` and `retrieval` write JSON: to a file with --out, to standard output with --json.
 
@@ -86,10 +86,10 @@ def sweep(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="List what would run.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Measure caches x models x tasks. Each has a JSON file. Interrupted, it goes on where it was.
+    """Measure caches x models x tasks. An interrupted sweep can be continued.
 
-    --json lists what was run, or with --dry-run would be: each with its file and, where it failed, its error, which
-    makes exit code 1.
+    Every run has a JSON file. --json lists the runs that were done (with --dry-run, that would be), each with its file
+    and, if it has failed, its error. Exit code 1 if a run has failed.
 
     \b
     Examples:

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     import torch
     from transformers import Cache, PreTrainedModel
 
+    from kvcache_plugins.prompt_store import PromptStore
+
 DEMO_CACHES = ("dynamic", "transform", "transform-16", "gear", "kivi-2bit")
 
 
@@ -28,8 +30,10 @@ def generate(
     cache: Annotated[
         str | None, typer.Option(help="NAME or NAME:key=value,key=value; `transform` by default.")
     ] = None,
-    max_kl: Annotated[float | None, typer.Option(help="Instead of --cache: the cheapest of at most this KL.")] = None,
-    store: Annotated[Path | None, typer.Option(help="Prompt store's folder: what it has is not read again.")] = None,
+    max_kl: Annotated[
+        float | None, typer.Option(help="Instead of --cache: the cheapest preset of at most this KL.")
+    ] = None,
+    store: Annotated[Path | None, typer.Option(help="Prompt store's folder: known tokens are not read again.")] = None,
     prompt: inputs.PromptOption = None,
     prompt_file: inputs.PromptFileOption = None,
     max_new_tokens: inputs.MaxNewTokensOption = 64,
@@ -59,9 +63,10 @@ def generate(
     """
     _check_options(cache, max_kl, store, temperature)
     check_model_name(model)
-    name, options = parse_cache_spec(cache or "transform")
+    name, options = parse_cache_spec("transform" if cache is None else cache)
     check_cache(name, **options)
     text = inputs.read_prompt(prompt, prompt_file)
+    kept = None if store is None else _open_store(store, name)
     from transformers import TextStreamer
 
     from kvcache_plugins.eval.measures.comparison import generate_with, summary_line
@@ -69,7 +74,7 @@ def generate(
 
     loaded, tokenizer = inputs.load_for_evaluation(model, dtype, device)
     token_ids = inputs.encode_prompt(tokenizer, text, chat)
-    made = _make(loaded, token_ids, name, options, store) if max_kl is None else _choose(loaded, token_ids, max_kl)
+    made = _make(loaded, token_ids, name, options, kept) if max_kl is None else _choose(loaded, token_ids, max_kl)
     with free_stdout(as_json), _show_reading(loaded, token_ids.numel() - made.cache.get_seq_length()):
         generation = generate_with(
             loaded,
@@ -98,8 +103,23 @@ def _check_options(cache: str | None, max_kl: float | None, store: Path | None, 
         raise ValueError("`max_kl` chooses the cache: give it, or `cache`, but not both")
     if max_kl is not None and store is not None:
         raise ValueError("`store` keeps prompts by the cache that they are read through: give `cache`, not `max_kl`")
-    if temperature is not None and temperature <= 0:
-        raise ValueError(f"`temperature` must be above 0, or left out for greedy decoding, but got {temperature}")
+    from kvcache_plugins.option_checks import check_number
+
+    check_number("max_kl", max_kl, above=0, is_optional=True)
+    check_number("temperature", temperature, above=0, is_optional=True)
+
+
+def _open_store(store: Path, name: str) -> "PromptStore":
+    """Open a prompt store before the model is loaded; a `ValueError` if it cannot keep the cache."""
+    from kvcache_plugins.packed.cache import makes_packed_cache
+    from kvcache_plugins.prompt_store import PromptStore
+
+    if not makes_packed_cache(name):
+        raise ValueError(f"`store` keeps presets of `TransformCodingCache` and `GEARCache`, but `cache` is `{name}`")
+    try:
+        return PromptStore(store)
+    except ValueError as error:
+        raise ValueError(f"`store`: {str(error).removeprefix('`folder`: ')}") from error
 
 
 class _Made(NamedTuple):
@@ -130,16 +150,14 @@ def _make(
     token_ids: "torch.Tensor",
     name: str,
     options: Mapping[str, object],
-    store: Path | None,
+    kept: "PromptStore | None",
 ) -> _Made:
     """Make an empty cache, or one from a store, into which the tokens that the store lacks are read."""
-    if store is None:
+    if kept is None:
         return _Made(create_cache(name, model, **options), name)
     from kvcache_plugins.eval.harness import time_call
     from kvcache_plugins.eval.measures.comparison import choose_clock
-    from kvcache_plugins.prompt_store import PromptStore
 
-    kept = PromptStore(store)
     prompt = token_ids[None]
     made = kept.cache_for(model, prompt, name, **options)
     num_known = made.get_seq_length()

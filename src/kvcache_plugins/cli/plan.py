@@ -23,9 +23,9 @@ def main(
 ) -> None:
     """Plan the slices of a prompt for KV-Runahead's ranks.
 
-    A model is measured on this machine for it. "by" says whether seconds were predicted (planned) or measured
-    (searched). Fewer slices than ranks: the first ranks stay idle, as that is faster. Elsewhere, or for another model
-    or number of ranks, make another table.
+    The model is timed on this machine. Column "by": seconds were predicted (planned) or measured (searched). If there
+    are fewer slices than ranks, the first ranks stay idle, which is faster. A table is for one machine, model and
+    number of ranks.
 
     \b
     Examples:

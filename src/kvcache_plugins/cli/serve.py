@@ -25,14 +25,14 @@ def main(
         bool, typer.Option("--continuous-batching", help="Answer requests together, from compressed pages.")
     ] = False,
     text_file: Annotated[Path | None, typer.Option(help="Text for tables of a batch without a calibration.")] = None,
-    temperature: Annotated[float | None, typer.Option(help="Default temperature in batches, 0 greedy.", min=0)] = None,
+    temperature: Annotated[float | None, typer.Option(help="Default temperature in batches; 0 greedy.", min=0)] = None,
     num_blocks: Annotated[
-        int | None, typer.Option(help="Pages, in bytes of dense blocks of 256 tokens; 64 on a CPU.", min=1)
+        int | None, typer.Option(help="Memory of pages, in dense blocks of 256 tokens; 64 on a CPU.", min=1)
     ] = None,
     max_batch_tokens: Annotated[
-        int | None, typer.Option(help="Tokens of a pass of a batch; 1024 on a CPU.", min=1)
+        int | None, typer.Option(help="Tokens of a batch in one forward; 1024 on a CPU.", min=1)
     ] = None,
-    host: Annotated[str, typer.Option(help="Address to listen at; by default none but this machine reaches it.")] = (
+    host: Annotated[str, typer.Option(help="Address to listen at; this machine alone reaches the default.")] = (
         "127.0.0.1"
     ),
     port: Annotated[int, typer.Option(help="Port to listen at; 0 is any that is free.", min=0, max=65535)] = 8000,
@@ -41,15 +41,14 @@ def main(
 ) -> None:
     """Serve a model over HTTP, as OpenAI's API does.
 
-    Transformers' server, so far as it answers with text: /v1/chat/completions, /v1/completions, /v1/responses and
-    /v1/models; /health says whether it answers. Every request gets a cache of its own, one after the other; with
-    --conversations one that continues an earlier one, or edits it, goes on with its cache; with
-    --continuous-batching requests are answered together, from pages whose memory is taken at the start. A request ends
-    when its connection is closed, and one that asks for what the server cannot do is refused. A line for each goes to
-    standard error.
+    This is Transformers' server, for text: /v1/chat/completions, /v1/completions, /v1/responses, /v1/models and
+    /health. Requests are answered one after the other, each with a cache of its own. With --conversations a request
+    that continues or edits an earlier one uses its cache. With --continuous-batching requests are answered together,
+    from pages whose memory is allocated at the start. A request ends when its connection is closed. Options that the
+    server does not have are refused. Standard error gets a line for each request.
 
     There is no authentication: everyone who can reach the address may use the model, and with --store can infer from
-    response times what others have asked. Ctrl-C stops the server, once it has answered.
+    response times what others have asked. Ctrl-C stops the server after running requests.
 
     It needs the extra `serving`: pip install '.[serving]' in a clone of the repository.
 

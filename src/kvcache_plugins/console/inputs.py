@@ -21,7 +21,7 @@ MaxNewTokensOption = Annotated[int, typer.Option(help="Tokens to generate at mos
 ChatOption = Annotated[bool, typer.Option("--chat", help="Wrap the prompt in the model's chat template.")]
 DtypeOption = Annotated[str | None, typer.Option(help="float32 (default on CPU), bfloat16 (elsewhere) or float16.")]
 DeviceOption = Annotated[str | None, typer.Option(help="cpu, cuda, ...; by default a GPU where there is one.")]
-SeedOption = Annotated[int, typer.Option(help="Random seed.")]
+SeedOption = Annotated[int, typer.Option(help="Random seed.", min=0, max=2**32 - 1)]
 NumThreadsOption = Annotated[int | None, typer.Option(help="CPU threads; PyTorch's default if not given.", min=1)]
 CachesOption = Annotated[list[str], typer.Option(help="NAME or NAME:key=value,key=value; repeatable.")]
 
@@ -110,4 +110,6 @@ def parse_device(text: str) -> "torch.device":
         ) from error
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"`device` is `{text}`, but torch finds no CUDA device")
+    if device.type == "meta":
+        raise ValueError("`device` is `meta`, but tensors there have no data")
     return device

@@ -53,7 +53,7 @@ def main(
     device: Annotated[
         str | None, typer.Option(help="cpu or cuda; by default a GPU for each rank, if there are.")
     ] = None,
-    timeout: Annotated[float, typer.Option(help="Seconds after which a rank that does not answer is given up.")] = 600,
+    timeout: Annotated[float, typer.Option(help="Seconds after which a silent rank is given up.", min=1)] = 600,
 ) -> None:
     """Prefill a prompt with several processes, each on its slice of it, and continue it on the last one.
 
