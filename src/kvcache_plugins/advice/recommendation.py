@@ -201,13 +201,7 @@ def recommend(
     budget = parse_bytes("memory", memory)
     host_budget = None if host_memory is None else parse_bytes("host_memory", host_memory)
     check_counts(context, batch_size, new_tokens)
-    for name, value, most in (("context", context, MAX_CONTEXT), ("batch_size", batch_size, MAX_BATCH_SIZE)):
-        if value > most:
-            raise ValueError(f"`{name}` has to be at most {most} but got {value}")
-    if isinstance(caches, str):
-        raise ValueError(f"`caches` has to be a sequence of names of caches but got {caches!r}")
-    for value in (kl or {}).values():
-        check_number("kl", value, least=0.0)
+    _check_search(context, batch_size, caches, kl)
     sizer = CacheSizer(model, dtype=dtype, device=device)
     available = budget - _bytes_of_weights(sizer) if with_weights else budget
     if kl is not None:
@@ -235,6 +229,17 @@ def recommend(
         recommended=recommended,
         reason=reason,
     )
+
+
+def _check_search(context: int, batch_size: int, caches: object, kl: Mapping[str, float] | None) -> None:
+    """Raise a `ValueError` for numbers beyond the search, and for caches or KL of a wrong type."""
+    for name, value, most in (("context", context, MAX_CONTEXT), ("batch_size", batch_size, MAX_BATCH_SIZE)):
+        if value > most:
+            raise ValueError(f"`{name}` has to be at most {most} but got {value}")
+    if isinstance(caches, str):
+        raise ValueError(f"`caches` has to be a sequence of names of caches but got {caches!r}")
+    for value in (kl or {}).values():
+        check_number("kl", value, least=0.0)
 
 
 def _bytes_of_weights(sizer: CacheSizer) -> int:

@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
@@ -75,16 +76,10 @@ def generate(
     loaded, tokenizer = inputs.load_for_evaluation(model, dtype, device)
     token_ids = inputs.encode_prompt(tokenizer, text, chat)
     made = _make(loaded, token_ids, name, options, kept) if max_kl is None else _choose(loaded, token_ids, max_kl)
+    streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+    run = partial(generate_with, loaded, token_ids, made.cache, max_new_tokens=max_new_tokens, seed=seed)
     with free_stdout(as_json), _show_reading(loaded, token_ids.numel() - made.cache.get_seq_length()):
-        generation = generate_with(
-            loaded,
-            token_ids,
-            made.cache,
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            seed=seed,
-            streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
-        )
+        generation = run(temperature=temperature, streamer=streamer)
     generation["prefill_seconds"] += made.reading_seconds
     memory = measure_memory(made.cache)
     print_line(summary_line(made.name, token_ids.numel(), generation, memory, made.num_known), stderr=True)
