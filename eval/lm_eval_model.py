@@ -101,7 +101,12 @@ class KVCacheLM(HFLM):
             kwargs["device"] = device or ("cuda" if torch.cuda.is_available() else "cpu")
             # lm-eval looks for the model's type before it loads the tokenizer
             pretrained = resolve_model(pretrained)
-        super().__init__(pretrained, **kwargs)
+        try:
+            super().__init__(pretrained, **kwargs)
+        except TypeError as error:
+            if "unexpected keyword argument" not in str(error):
+                raise
+            raise ValueError(f"`model_args` has an option that no model of lm-eval takes: {error}") from error
         self._rank, self._world_size = find_rank(self)
         if self.batch_size == "auto" and self.device.type == "cpu":
             # lm-eval begins with 64 of the longest contexts, which takes hours on a CPU

@@ -265,6 +265,8 @@ def benchmark_kernels(
 
     from .kernels import BACKENDS, CACHES, Contest, Shape
 
+    if head_dim % 2:
+        raise ValueError(f"`head_dim` has to be even, for the rotary embedding, but got {head_dim}")
     place = parse_device(device)
     shape = Shape(context=context, batch_size=batch_size, num_heads=num_heads, groups=groups, head_dim=head_dim)
     kind = parse_dtype(dtype)

@@ -115,11 +115,15 @@ def evaluate_order(
     """
     from kvcache_plugins.eval import harness
 
-    from .order import cut_documents, measure_orders
+    from .order import cut_documents, measure_orders, updates_of
 
+    for each in order:
+        updates_of(each, length)
+    read = [inputs.read_text(path, "text_file") for path in text_file]
+    read_then = None if then is None else inputs.read_text(then, "then")
     loaded, tokenizer = inputs.load_for_evaluation(model, dtype, device)
-    texts = [harness.encode_text(tokenizer, inputs.read_text(path, "text_file")) for path in text_file]
-    others = None if then is None else harness.encode_text(tokenizer, inputs.read_text(then, "then"))[0]
+    texts = [harness.encode_text(tokenizer, text) for text in read]
+    others = None if read_then is None else harness.encode_text(tokenizer, read_then)[0]
     documents = cut_documents(texts, length + scored + 1, others, switch, windows)
     yield from loaded_settings(loaded)
     yield Settings(text_file=", ".join(path.name for path in text_file))

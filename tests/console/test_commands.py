@@ -219,11 +219,13 @@ WRONG = {
     "bench step --context -1 --cache transform --text-file TEXT": "'--context'",
     "bench step --model MODEL --cache dynamic --text-file TEXT": "the text has 159 tokens, but 4136 are needed",
     "bench kernels --context 0": "'--context'",
+    "bench kernels --head-dim 63": "`head_dim` has to be even",
     "bench kernels --cache transform:": "has the form `name`",
     "bench kernels --dtype int4": "`dtype` must be one of `float32`",
     "bench kernels --device gpu": "`device` must be one that torch knows",
     "eval fidelity --cache transform": "Missing option '--text-file'",
     "eval fidelity --windows 0 --cache transform --text-file TEXT": "'--windows'",
+    "eval order --order turns:3 --cache transform --text-file TEXT": "`order` has to be `prompt`, `turn:N` or",
     "generate --prompt x --temperature 0": "`temperature` has to be a number above 0",
     "generate --prompt x --temperature nan": "`temperature` has to be a number above 0",
     "generate --prompt x --max-kl 0": "`max_kl` has to be a number above 0",
@@ -272,7 +274,7 @@ def test_errors_of_the_user_are_one_line(line: str, message: str, refuse, tiny_f
     refuse(message, *(word.replace("MODEL", tiny_folder).replace("TEXT", text) for word in shlex.split(line)))
 
 
-READERS = ["bench step", "bench prompts", "eval fidelity", "eval perplexity"]
+READERS = ["bench step", "bench prompts", "eval fidelity", "eval perplexity", "eval order --order prompt"]
 
 
 @pytest.fixture

@@ -195,6 +195,11 @@ def test_bad_arguments_are_refused_before_a_model_is_loaded(options: dict[str, o
         KVCacheLM("/there/is/no/such/model", **options)
 
 
+def test_an_unknown_model_argument_is_named(tiny_folder: str) -> None:
+    with pytest.raises(ValueError, match="`model_args` has an option .* 'cach'"):
+        KVCacheLM(tiny_folder, cach="transform", device="cpu")
+
+
 def test_invalid_requests_are_refused(tiny_loaded: Loaded) -> None:
     with pytest.raises(ValueError, match="`cache_implementation` in `gen_kwargs`"):
         arguments = (CONTEXT, {"until": ["\n"], "cache_implementation": "static"})

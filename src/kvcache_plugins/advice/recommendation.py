@@ -238,8 +238,8 @@ def _check_search(context: int, batch_size: int, caches: object, kl: Mapping[str
             raise ValueError(f"`{name}` has to be at most {most} but got {value}")
     if isinstance(caches, str):
         raise ValueError(f"`caches` has to be a sequence of names of caches but got {caches!r}")
-    for value in (kl or {}).values():
-        check_number("kl", value, least=0.0)
+    for each in (kl or {}).values():
+        check_number("kl", each, least=0.0)
 
 
 def _bytes_of_weights(sizer: CacheSizer) -> int:
