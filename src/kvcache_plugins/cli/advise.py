@@ -8,7 +8,7 @@ import typer
 
 from kvcache_plugins.advice.byte_sizes import in_thousands, show_bytes
 from kvcache_plugins.console.commands import FAILED
-from kvcache_plugins.console.display import make_table, open_console, print_line, track_progress
+from kvcache_plugins.console.display import make_table, measure_table, open_console, print_line, track_progress
 from kvcache_plugins.console.inputs import JsonOption, ModelOption, default_device
 from kvcache_plugins.console.results import print_json
 from kvcache_plugins.registry import SEE_ALL_CACHES, CacheEntry, check_caches, describe_caches
@@ -278,13 +278,15 @@ def _print_recommendation(found: "Recommendation", is_decimal: bool) -> None:
             row.append(f">{limit:,}" if number is None else f"{number:,}")
         rows.append(row)
     console, table = open_console(), make_table(title, columns, rows)
-    if console.measure(table).maximum > console.width:
-        # Fold headings, and leave out the column that bytes say as well: numbers would be cut
+    if measure_table(console, table) > console.width:
+        # Bytes say it as well
         place = list(columns).index("KV %")
-        folded = {heading.replace("max ", "max\n"): kind for heading, kind in columns.items() if heading != "KV %"}
-        table = make_table(title, folded, [row[:place] + row[place + 1 :] for row in rows])
+        del columns["KV %"]
+        table = make_table(title, columns, [row[:place] + row[place + 1 :] for row in rows])
+    console.width = max(console.width, measure_table(console, table))
     console.print(table)
-    print_line("Nearest to the dense cache first: KL as in `kvcache-plugins list`; -: not known. KV %: of 16 bits.")
+    percent = " KV %: of 16 bits." if "KV %" in columns else ""
+    print_line(f"Nearest to the dense cache first: KL as in `kvcache-plugins list`; -: not known.{percent}")
     print_line(found.reason)
     if found.max_context is not None and found.context > found.max_context:
         print_line(f"The model was made for {found.max_context:,} tokens: fewer than were asked for.")

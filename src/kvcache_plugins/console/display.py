@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 # Width of a pipe without COLUMNS: that of most terminals
 PIPE_WIDTH = 80
 MIN_NAME_WIDTH = 9
+_WIDEST = 1000
 _QUOTED = re.compile("`[^`]*`")
 # Placeholder of a space at which no line may end
 _NO_BREAK = "\0"
@@ -81,6 +82,11 @@ def make_table(title: str, columns: Mapping[str, str], rows: Sequence[Sequence[s
     for row in rows:
         table.add_row(*(Text(cell) for cell in row))
     return table
+
+
+def measure_table(console: Console, table: "Table") -> int:
+    """Return the width of a table in which nothing is cut."""
+    return console.measure(table, options=console.options.update(max_width=_WIDEST)).maximum
 
 
 @contextmanager
