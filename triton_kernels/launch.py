@@ -79,8 +79,8 @@ class KeptLaunch:
             changed = dict(zip(self._changing, changed_arguments, strict=True))
             self._launch._replace(arguments={**self._launch.arguments, **changed})()
             return
-        # Another thread may be here at the same time
-        values = self._values.copy()
+        # A copy, as another thread may be here at the same time
+        values = self._values[:]
         for place, argument in zip(self._places, changed_arguments, strict=True):
             # Inlined, as a step changes a hundred arguments
             values[place] = argument.data_ptr() if isinstance(argument, torch.Tensor) else argument
