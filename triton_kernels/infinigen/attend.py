@@ -14,7 +14,7 @@ import triton.language as tl
 from ..arithmetic import LOG2_E, block_size, dot_precision, update_softmax
 from ..attention.partials import Partials, device_num_sms, empty_partials, merge_splits
 from ..launch import Launch
-from .choose import allowed_tokens, mask_arguments
+from .choose import allowed_tokens, token_mask_arguments
 
 
 _BLOCK_TOKENS = 32
@@ -173,7 +173,7 @@ def prepare_attention(
         "count_ptr": count,
         "tail_keys_ptr": tail[0],
         "tail_values_ptr": tail[1],
-        **mask_arguments(mask),
+        **token_mask_arguments(mask),
         **_partial_arguments(partials),
         "fetched_ptr": fetched,
         "num_heads": num_heads,

@@ -44,7 +44,7 @@ _NOT_SPECIALIZED = [
 ]
 
 
-def mask_arguments(mask: torch.Tensor | None) -> dict[str, object]:
+def token_mask_arguments(mask: torch.Tensor | None) -> dict[str, object]:
     """List the kernel arguments of a mask `[B or 1, tokens]`, bool."""
     if mask is None:
         return {"mask_ptr": None, "mask_stride_b": 0, "mask_stride_t": 0}
@@ -291,7 +291,7 @@ def prepare_choice(
         "scores_ptr": scores,
         "query_ptr": query,
         "tail_ptr": tail,
-        **mask_arguments(mask),
+        **token_mask_arguments(mask),
         "padding_ptr": padding,
         "ratio_ptr": ratio,
         "wanted_ptr": wanted,
@@ -335,7 +335,7 @@ def prepare_count(
     block_queries = triton.next_power_of_2(num_queries)
     arguments = {
         "scores_ptr": scores,
-        **mask_arguments(mask),
+        **token_mask_arguments(mask),
         "padding_ptr": padding,
         "wanted_ptr": wanted,
         "num_heads": num_heads,

@@ -352,5 +352,5 @@ class KeptSelection:
 
 def _mask_arguments(mask: torch.Tensor | None, padding: torch.Tensor | None) -> dict[str, torch.Tensor | int]:
     """Return the arguments of a launch that a mask and padding give, if there are such."""
-    given: dict[str, torch.Tensor | int] = {} if mask is None else load_triton().mask_arguments(mask)
+    given: dict[str, torch.Tensor | int] = {} if mask is None else load_triton().token_mask_arguments(mask)
     return given if padding is None else {**given, "padding_ptr": padding}
