@@ -11,6 +11,10 @@ import triton.language as tl
 
 # The smallest side of an operand of `tl.dot`
 _MIN_DOT_SIZE = 16
+# Factor from scores to the base of e to those to the base of 2
+LOG2_E = tl.constexpr(1.4426950408889634)
+# Added to a float32 of at most `2 ** 22` and subtracted again, `1.5 * 2 ** 23` rounds to an integer, ties to even
+ROUNDING = tl.constexpr(12582912.0)
 
 
 def block_size(size: int) -> int:
@@ -19,20 +23,21 @@ def block_size(size: int) -> int:
 
 
 def dot_precision(dtype: torch.dtype) -> str:
-    """A product of float16 or bfloat16 queries is exact in TF32; one of float32 is not."""
+    """Choose the precision of products with queries: TF32 is exact for float16 and bfloat16, not for float32."""
     # GPUs of AMD up to gfx90a have no TF32
     return "ieee" if dtype == torch.float32 or torch.version.hip is not None else "tf32"
 
 
 def has_pairs(device_type: str) -> bool:
     """Return true if kernels are compiled for a device that takes two halves by an instruction, as NVIDIA's do."""
+    # In Triton's interpreter functions are of another type
     return device_type == "cuda" and torch.version.hip is None and isinstance(dot_exact, triton.JITFunction)
 
 
 @triton.jit
 def dot_exact(left, right, PARTS: tl.constexpr):
     """
-    The product of float32 `[rows, K]` and what float16 holds exactly `[K, N]`: codes, factors, one-hot matrices.
+    Multiply float32 `[rows, K]` with numbers that float16 holds exactly `[K, N]`: codes, factors, signs.
 
     Rows are first scaled to at most 1, so that nothing overflows and what underflows is far below the row's largest.
     A row below 1e-30 throughout counts as zero: the factor that scales it might be infinite.
@@ -52,9 +57,9 @@ def dot_exact(left, right, PARTS: tl.constexpr):
 @triton.jit
 def dot_parts(left, right, product, PARTS: tl.constexpr):
     """
-    `product` with that of float16 `[M, K]` and `[K, N]` added, which is float32, at most 65504, if it has two parts.
+    Add the product of `left` `[M, K]`, float16, and `right` `[K, N]`, at most 65504 and float32 for two parts.
 
-    One part (11 bits) is as precise as TF32, two are near float32. What is below `2 ** -25` is lost.
+    One part (11 bits) is as precise as TF32, two are near float32. Numbers of `right` below `2 ** -25` count as 0.
     """
     part = right.to(tl.float16)
     product = tl.dot(left, part, product)
@@ -81,8 +86,8 @@ def inverse_power(powers):
 @triton.jit
 def same_number(number, PACKED: tl.constexpr):
     """
-    An int32 as it is, but for the compiler of this turn of a loop: what is made of it is then not kept in registers
-    through the loops inside.
+    Return an int32 by an instruction that the compiler may not move out of a loop: it then computes anew in each turn
+    what depends on the number, and keeps none of that in registers from turn to turn.
     """
     if PACKED:
         number = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [number], dtype=tl.int32, is_pure=False, pack=1)
@@ -91,7 +96,7 @@ def same_number(number, PACKED: tl.constexpr):
 
 @triton.jit
 def same_halves(numbers):
-    """Keep float16 numbers in the loop: for tensor cores they become others, which is little work."""
+    """Return float16 numbers by an instruction that the compiler may not move out of a loop; see `same_number`."""
     return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [numbers], dtype=tl.float16, is_pure=False, pack=2)
 
 
@@ -108,7 +113,7 @@ def update_softmax(scores, maximum, total, AXIS: tl.constexpr):
 
 @triton.jit
 def multiply(left, right, PAIRS: tl.constexpr):
-    """`left * right`."""
+    """Return `left * right`."""
     if PAIRS:
         product = tl.inline_asm_elementwise(
             "mul.rn.f16x2 $0, $1, $2;", "=r,r,r", [left, right], dtype=tl.float16, is_pure=True, pack=2
@@ -120,7 +125,7 @@ def multiply(left, right, PAIRS: tl.constexpr):
 
 @triton.jit
 def multiply_add(left, right, term, PAIRS: tl.constexpr):
-    """`left * right + term`, rounded once."""
+    """Return `left * right + term`, rounded once."""
     if PAIRS:
         result = tl.inline_asm_elementwise(
             "fma.rn.f16x2 $0, $1, $2, $3;", "=r,r,r,r", [left, right, term], dtype=tl.float16, is_pure=True, pack=2
@@ -156,7 +161,7 @@ def rotate_pairs(first, second, cosines, sines, PAIRS: tl.constexpr):
 
 @triton.jit
 def permute_bytes(low, high, places):
-    """Words of bytes of two others, at places that are nibbles of the lower half of a third."""
+    """Choose each byte of a word among the eight of `low` and `high`, by the four lowest nibbles of `places`."""
     return tl.inline_asm_elementwise(
         "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r", [low, high, places], dtype=tl.uint32, is_pure=True, pack=1
     )

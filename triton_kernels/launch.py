@@ -52,15 +52,17 @@ def tensor_arguments(name: str, tensor: torch.Tensor | None, dimensions: str) ->
 
 class KeptLaunch:
     """
-    A launch that is made at every call, with its kernel compiled when it is kept.
+    A launch that is made at every call, with its kernel compiled when it is kept. Threads may share it.
 
     Args:
         launch (`Launch`): the launch, of tensors that stay where they are.
-        changing (`Sequence[str]`): arguments that a call gives anew, tensors and numbers.
+        changing (`Sequence[str]`): arguments that a call gives anew, tensors and numbers; those of `launch` are not
+            kept alive.
     """
 
     def __init__(self, launch: Launch, changing: Sequence[str] = ()) -> None:
-        self._launch, self._changing, self.result = launch, changing, launch.result
+        fixed = {name: argument for name, argument in launch.arguments.items() if name not in changing}
+        self._launch, self._changing = launch._replace(arguments=fixed, result=None), changing
         names = launch.kernel.arg_names
         self._places = [names.index(name) for name in changing]
         # Addresses: of a tensor the launcher asks for its own, and the driver whether it is one of the GPU's
@@ -77,7 +79,8 @@ class KeptLaunch:
             changed = dict(zip(self._changing, changed_arguments, strict=True))
             self._launch._replace(arguments={**self._launch.arguments, **changed})()
             return
-        values = self._values
+        # A copy, as another thread may be here at the same time
+        values = self._values[:]
         for place, argument in zip(self._places, changed_arguments, strict=True):
             # Inlined, as a step changes a hundred arguments
             values[place] = argument.data_ptr() if isinstance(argument, torch.Tensor) else argument

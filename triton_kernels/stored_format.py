@@ -20,6 +20,8 @@ LAST_SCALE = 255
 LEAST_GAIN = 0.3
 # Tokens whose outliers are stored together
 OUTLIER_TILE = 64
+# Planes of the codes of each width, lowest bits first: (bits in the plane, shift of the plane within the code)
+BIT_PLANES = {2: ((2, 0),), 3: ((2, 0), (1, 2)), 4: ((4, 0),), 8: ((8, 0),)}
 
 
 class StoredGroups(Protocol):

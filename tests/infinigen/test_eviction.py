@@ -52,6 +52,22 @@ def test_padding_of_a_selection_is_not_counted() -> None:
     assert record.usage[0, :, :3].tolist() == [[1, 0, 0], [1, 1, 0]]
 
 
+def test_filling_does_not_hide_the_use_of_a_slot() -> None:
+    record = filled("lru")
+    fetch(record, 1, 2, 3, 4, 5, 6, 7)
+    # Filling is slot 0, which may be selected, too
+    record.touch(torch.tensor([[[0, 1, 0]] * 2]), torch.tensor([[[True, True, False]] * 2]))
+    assert record.usage[0, 0].tolist() == [2, 2, 1, 1, 1, 1, 1, 1]
+
+
+def test_a_run_of_tokens_evicts_no_attention_sink() -> None:
+    keys = torch.arange(40.0)[None, None, :, None].expand(1, 2, -1, 4)
+    pool = TokenPool((keys, keys), max_tokens=16, num_protected=15)
+    pool.append((keys, keys), None)
+    assert pool.usage is not None
+    assert pool.usage.positions[0, 0].sort().values.tolist() == [*range(15), 39]
+
+
 def test_counters_are_halved_when_one_saturates() -> None:
     record = filled("counter")
     for step in range(300):

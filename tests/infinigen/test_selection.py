@@ -105,6 +105,16 @@ def test_codes_approximate_scores(nbits: int, limit: float, head_dim: int) -> No
     assert (scores - expected).norm() / expected.norm() < limit
 
 
+@pytest.mark.parametrize("nbits", [2, 4, 8])
+def test_scores_are_finite_if_a_channel_varies_late(nbits: int) -> None:
+    keys = torch.randn(1, 2, 514, 16, generator=torch.Generator().manual_seed(0))
+    keys[..., 3] = 20.0 * (torch.arange(514) == 513)
+    scoring = ScoringCodes(InfiniGenConfig(scoring_nbits=nbits), LeftPadding())
+    pool = store(scoring, keys[:, :, :513])
+    store(scoring, keys[:, :, 513:], pool)
+    assert scoring.scores(torch.ones(1, 2, 1, 16), pool).isfinite().all()
+
+
 def test_codes_of_replaced_tokens_are_replaced() -> None:
     keys = torch.randn(1, 2, 52, 16, generator=torch.Generator().manual_seed(0))
     scoring = ScoringCodes(InfiniGenConfig(pool_tokens=50), LeftPadding())

@@ -66,6 +66,18 @@ def test_attention_over_exact_tokens_equals_float64(row_case, length, dtype, eng
     check(row_case, [dense_part(row_case, length, dtype)], engine, dtype)
 
 
+@pytest.mark.cases("smollm2")
+@pytest.mark.parametrize("num_queries", [1, 20])
+def test_exact_parts_without_tokens_change_nothing(row_case, num_queries, engine):
+    case = row_case._replace(num_queries=num_queries)
+    query, part, empty = make_query(case), dense_part(case, 3), dense_part(case, 0)
+    parts = [dataclasses.replace(empty, length=0), part]
+    outputs = (attend(query, each, case.num_heads, kernel=engine) for each in (parts, [part], parts[::-1]))
+    first, expected, last = outputs
+    torch.testing.assert_close(first, expected)
+    torch.testing.assert_close(last, expected)
+
+
 @pytest.mark.cases("wide")
 @pytest.mark.parametrize("layout", ["interleaved", "none"])
 @pytest.mark.parametrize("form", ["tables", "basis"])

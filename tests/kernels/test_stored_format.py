@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from kvcache_plugins import kernels
-from kvcache_plugins.formats import groups, quantizer, rows
+from kvcache_plugins.formats import bits, groups, quantizer, rows
 from kvcache_plugins.triton_kernels import stored_format
 
 
@@ -30,3 +30,7 @@ def test_c_has_the_constants_of_formats(name):
 @pytest.mark.parametrize("name", ["SCALE_STEPS", "SCALE_OFFSET", "LAST_SCALE", "LEAST_GAIN", "OUTLIER_TILE"])
 def test_triton_has_the_constants_of_formats(name):
     assert getattr(stored_format, name) == {**vars(rows), **vars(groups)}[name]
+
+
+def test_triton_has_the_bit_planes_of_formats():
+    assert stored_format.BIT_PLANES.items() <= bits._PLANES.items()

@@ -1,6 +1,7 @@
 """Kernels of InfiniGen's steps compute what plain PyTorch does: in Triton's interpreter, or on a GPU."""
 
 import itertools
+import weakref
 from collections import namedtuple
 
 import pytest
@@ -11,9 +12,11 @@ from kvcache_plugins.formats.rotary import RotaryEmbedding
 from kvcache_plugins.infinigen.config import InfiniGenConfig
 from kvcache_plugins.infinigen.layer import InfiniGenLayer
 from kvcache_plugins.infinigen.selection import always_attended, max_selected, rule_of, select_tokens
+from kvcache_plugins.infinigen.selection_plan import DeviceSelectionPlan
 from kvcache_plugins.kernels.attention_call import AttentionCall
 from kvcache_plugins.kernels.kept_selection import KeptSelection
 from kvcache_plugins.kernels.selective_attention import Selection, attend_fetched
+from kvcache_plugins.layers.exact_tokens import ExactTail
 from kvcache_plugins.transform_coding.config import TransformCodingConfig
 from kvcache_plugins.triton_kernels.infinigen.attend import prepare_attention
 from kvcache_plugins.triton_kernels.infinigen.choose import prepare_choice, prepare_count
@@ -156,6 +159,26 @@ def test_attention_equals_pytorch(name, dtype, is_masked):
     assert output.shape == (batch, heads * groups, 1, sizes.value_dim) and output.dtype == dtype
     require_close(output.view(expected.shape), expected, dtype)
     assert int(total) == 5 + int(count.sum())
+
+
+def test_a_plan_pushes_tokens_of_as_many_sequences_alone():
+    plan = DeviceSelectionPlan(randn(2, 4, 1, 16).to(DEVICE), 2, rule_of(InfiniGenConfig()), 0.25)
+    for batch_size, fits in ((2, True), (4, False), (1, False)):
+        states, new = randn(batch_size, 2, 3, 16).to(DEVICE), randn(batch_size, 2, 1, 16, seed=1).to(DEVICE)
+        tail = ExactTail(states, states, 8)
+        assert plan.push_into(tail, new, new) is fits
+        assert not fits or torch.equal(tail.keys[:, :, 3:], new)
+
+
+def test_kept_launches_keep_no_rows_of_earlier_steps():
+    query, rows, states = (randn(*shape).to(DEVICE) for shape in ((1, 4, 1, 16), (1, 2, 3, 32), (1, 2, 3, 16)))
+    steps, tail = KeptSelection(query, 2, rule_of(InfiniGenConfig()), 0.25), ExactTail(states, states, 8)
+    slots, count = torch.arange(3, device=DEVICE).repeat(1, 2, 1), torch.full((1, 2), 3, device=DEVICE)
+    selection, fetched = Selection(slots, count), torch.tensor(0, device=DEVICE)
+    steps.attend(query, rows, selection, tail, 3, None, fetched)
+    earlier = weakref.ref(rows)
+    del rows
+    assert earlier() is None
 
 
 @pytest.mark.parametrize("most_programs", [None, 2])

@@ -14,7 +14,7 @@ from kvcache_plugins.formats.parts import DensePart, RowPart, SelectableRows, Si
 from kvcache_plugins.formats.quantizer import level_tables
 from kvcache_plugins.kernels.attention import attend
 from kvcache_plugins.kernels.ops import decode_rows
-from kvcache_plugins.kernels.triton import TOO_LARGE, codebook_of, has_room, keep_attention, score_rows
+from kvcache_plugins.kernels.triton import TOO_LARGE, codebook_of, has_room, keep_attention, prepare_part, score_rows
 
 
 pytestmark = needs_triton
@@ -37,7 +37,12 @@ CASES = {
     "many-rows": Rows(1, 1, 5, 13, 67, 32, 32, 12, 8),
 }
 # Rows of more than 256 channels are not coded
-ATTENTION = {"wide-order": Rows(1, 1, 2, 2, 40, 300, 256, 64, 64), "splits": Rows(1, 1, 3, 1, 200, 16, 16, 5, 4)}
+ATTENTION = {
+    "wide-order": Rows(1, 1, 2, 2, 40, 300, 256, 64, 64),
+    "splits": Rows(1, 1, 3, 1, 200, 16, 16, 5, 4),
+    # Codes of 80 values with 3.2 bits are as many bytes as those of a tile's 128 numbers with two
+    "d80": Rows(1, 1, 2, 1, 66, 80, 80, 40, 32),
+}
 CODING = {"d256": Rows(1, 1, 1, 1, 5, 256, 256, 128, 100), "d96": Rows(1, 1, 1, 1, 9, 96, 96, 48, 36)}
 LONG_CODING = {"many": Rows(2, 2, 1, 1, 129, 64, 64, 32, 26)}
 ALL = {**CASES, **ATTENTION, **CODING, **LONG_CODING}
@@ -105,10 +110,17 @@ def test_scores_equal_pytorch(form, case, length, padding):
 
 @pytest.mark.each_value
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
-@pytest.mark.parametrize("case", ["smollm2", "unlike-dims"])
+@pytest.mark.parametrize("case", ["smollm2", "unlike-dims", pytest.param("d80", marks=pytest.mark.long)])
 @pytest.mark.parametrize("form", FORMS)
 def test_attention_in_half_precision_equals_pytorch(form, case, dtype):
     check_attention(case, [make_part(case, form)], dtype)
+
+
+@pytest.mark.parametrize(("case", "has_two_bits"), [("smollm2", True), ("d80", False)])
+def test_only_values_of_two_bits_are_looked_up(case, has_two_bits):
+    part, sizes = make_part(case), ALL[case]
+    rows = torch.zeros(1, sizes.num_heads, sizes.groups, sizes.key_dim, dtype=torch.float16, device=DEVICE)
+    assert prepare_part(rows, part, 1.0, packed=True).launch.arguments["TWO_BITS"] is has_two_bits
 
 
 def test_means_of_values_are_added():

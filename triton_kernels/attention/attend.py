@@ -28,9 +28,9 @@ import torch
 import triton
 
 from ..launch import OPTIONS, Launch, tensor_arguments
-from ..stored_format import StoredGroups
+from ..stored_format import BIT_PLANES, StoredGroups
 from .attend_kernel import attend_kernel
-from .layout import PLANES, has_outliers, join_chunks, side_arguments, tokens_per_group
+from .layout import has_outliers, join_chunks, side_arguments, tokens_per_group
 from .masks import mask_arguments
 from .outliers import STORED_TILE, number_table
 from .partials import device_num_sms, empty_partials, num_split_tiles
@@ -102,7 +102,7 @@ def prepare_groups(
         triton.cdiv(_MIN_TOKENS_PER_SPLIT, block_tokens),
     )
     num_splits = triton.cdiv(num_tiles, tiles_per_split)
-    num_planes = len(PLANES[values.nbits])
+    num_planes = len(BIT_PLANES[values.nbits])
 
     partials = empty_partials(query, num_splits * num_planes, value_dim)
     arguments = {

@@ -7,7 +7,7 @@ are a `SideLayout` each, with blocks of channels and ranks.
 import triton
 import triton.language as tl
 
-from ..arithmetic import dot_parts, inverse_power, same_number, update_softmax
+from ..arithmetic import LOG2_E, dot_parts, inverse_power, same_number, update_softmax
 from .keys import load_queries, score_codes, sum_groups
 from .low_rank import add_from_basis, load_coefficients, to_basis
 from .masks import mask_row_offsets, mask_scores
@@ -99,7 +99,7 @@ def attend_kernel(
             # So are queries, which a chunk multiplies by its own scales and factor
             queries, query_power = load_queries(query_rows_ptr, row_in_use, KEY, BLOCK_R, PARTS)
         query_sums = sum_groups(queries, KEY, BLOCK_R)
-        row_scale = query_power * (scale * 1.4426950408889634)
+        row_scale = query_power * (scale * LOG2_E)
         first_tile_of_chunk = chunk * tiles_per_chunk
         query_in_basis, basis_power = to_basis(
             queries, key_b_ptr, batch * key_b_stride_b + head * key_b_stride_h + chunk_64 * key_b_stride_m,

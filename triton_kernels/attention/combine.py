@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..arithmetic import block_size, dot_precision
+from ..arithmetic import LOG2_E, block_size, dot_precision
 from ..launch import Launch, tensor_arguments
 from .dense_part import DensePart, attend_part, part_arguments
 from .partials import Partials, block_arguments, merge_splits
@@ -69,7 +69,7 @@ def combine_kernel(
     if MANY_ROWS:
         rows += tl.program_id(2) * BLOCK_R
     row_in_use = rows < num_rows
-    scale_base_2 = scale * 1.4426950408889634
+    scale_base_2 = scale * LOG2_E
 
     maximum = tl.full([BLOCK_R], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_R], tl.float32)

@@ -18,7 +18,7 @@ import triton
 
 from ..arithmetic import block_size
 from ..launch import tensor_arguments
-from ..stored_format import StoredGroups
+from ..stored_format import BIT_PLANES, StoredGroups
 
 
 class Field(NamedTuple):
@@ -94,8 +94,6 @@ class SideLayout(NamedTuple):
     channel_bits: int
 
 
-# Planes of each width, lowest bits first: (bits in the plane, shift of the plane within the code)
-PLANES = {2: ((2, 0),), 3: ((2, 0), (1, 2)), 4: ((4, 0),), 8: ((8, 0),)}
 # The smallest side of an operand of `tl.dot`
 _MIN_WORDS = 16
 # Of more at once registers would run out
@@ -112,7 +110,7 @@ def _pieces(head_dim: int, nbits: int, channels_per_group: int, is_even: bool) -
         channels_per_group (`int`): consecutive channels of a token that share a scale; `head_dim` if all do, or none.
         is_even (`bool`): whether every row begins at an even address.
     """
-    slabs = [-(-head_dim * width // 8) for width, _ in PLANES[nbits]]
+    slabs = [-(-head_dim * width // 8) for width, _ in BIT_PLANES[nbits]]
     sizes = [math.gcd(slab, channels_per_group) if channels_per_group < head_dim else slab for slab in slabs]
     is_even = is_even and all(size % 2 == 0 for size in [*slabs, *sizes])
     pieces = []
@@ -135,7 +133,7 @@ def _fields(
     plane: int, nbits: int, first: int, slab: int, unit: int, head_dim: int, channels_per_group: int
 ) -> tuple[Field, ...]:
     """List the fields that words are taken apart into, from byte `first` of a plane's slab on."""
-    width, shift = PLANES[nbits][plane]
+    width, shift = BIT_PLANES[nbits][plane]
     fields = []
     for byte in range(unit):
         for bit in range(0, 8, width):

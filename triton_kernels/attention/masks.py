@@ -4,6 +4,8 @@ import torch
 import triton
 import triton.language as tl
 
+from ..arithmetic import LOG2_E
+
 
 def mask_arguments(
     mask: torch.Tensor | None, num_heads: int, num_rows: int, prefix: str = "mask"
@@ -45,6 +47,6 @@ def mask_scores(scores, mask_ptrs, in_use, MASK: tl.constexpr):
     elif MASK == 2:
         bias = tl.load(mask_ptrs, mask=in_use, other=0.0).to(tl.float32)
         # The lowest float32, which Transformers masks with, must stay finite: such rows attend uniformly, as elsewhere
-        scaled = tl.maximum(bias * 1.4426950408889634, -3.0e38)
+        scaled = tl.maximum(bias * LOG2_E, -3.0e38)
         scores += tl.where(bias == float("-inf"), float("-inf"), scaled)
     return tl.where(in_use, scores, float("-inf"))

@@ -6,10 +6,12 @@ Kernels that use it are compiled without fused products, which would round other
 import triton
 import triton.language as tl
 
+from ..arithmetic import ROUNDING
 
-# A number plus it and minus it is rounded to an integer, ties to even
-_ROUNDING = tl.constexpr(12582912.0)
-_LARGEST = tl.constexpr(4194304.0)
+
+# Numbers that `ROUNDING` rounds
+_LARGEST = tl.constexpr(2.0**22)
+# Least divisor: a vector that is shorter has no direction
 _EPSILON = tl.constexpr(1e-30)
 # Steps of thresholds from token to token and from channel to channel, and share of an error that tokens share
 _TOKEN_TURN, _CHANNEL_TURN = tl.constexpr(0.6180339887498949), tl.constexpr(0.7548776662466927)
@@ -36,7 +38,7 @@ def inverse_of(step):
 def round_even(numbers):
     """Round numbers to integers, ties to even."""
     numbers = tl.minimum(tl.maximum(numbers, -_LARGEST), _LARGEST)
-    return (numbers + _ROUNDING) - _ROUNDING
+    return (numbers + ROUNDING) - ROUNDING
 
 
 @triton.jit

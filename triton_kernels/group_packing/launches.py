@@ -10,11 +10,9 @@ from typing import NamedTuple
 import torch
 import triton
 
-from ..stored_format import OUTLIER_TILE, StoredGroups
+from ..stored_format import BIT_PLANES, OUTLIER_TILE, StoredGroups
 
 
-# Planes of each width, lowest bits first: (bits in the plane, shift of the plane within the code)
-_PLANES = {2: ((2, 0),), 3: ((2, 0), (1, 2)), 4: ((4, 0),), 8: ((8, 0),)}
 # Fewest rows of a product on tensor cores
 _LEAST_TOKENS = 16
 # Numbers of a chunk and head that registers of eight warps hold, tokens times channels
@@ -152,7 +150,7 @@ def packed_side(side: StoredGroups, *, is_key: bool, spreads: bool, is_rotated: 
 def _planes(dim: int, nbits: int) -> tuple[Plane, ...]:
     planes: list[Plane] = []
     first_byte = 0
-    for width, shift in _PLANES[nbits]:
+    for width, shift in BIT_PLANES[nbits]:
         num_bytes = -(-dim * width // 8)
         planes.append(Plane(width, shift, first_byte, num_bytes, triton.next_power_of_2(num_bytes)))
         first_byte += num_bytes

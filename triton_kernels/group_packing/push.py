@@ -140,6 +140,7 @@ def _pack(
         zero_ptr += own_chunk * num_scales
         steps, zeros = _store_scales(states, keep, scale_ptr, zero_ptr, SIDE)
     numbers = (states - zeros) * inverse_of(steps)
+    # False, as a number of the device: a kernel without spreads passes it on, too
     spread = tl.program_id(0) < 0
     if SIDE.spreads:
         spread = share_errors(numbers, keep, SIDE)

@@ -11,10 +11,10 @@ import torch
 import triton
 import triton.language as tl
 
-from ..arithmetic import block_size, dot_precision, update_softmax
+from ..arithmetic import LOG2_E, block_size, dot_precision, update_softmax
 from ..attention.partials import Partials, device_num_sms, empty_partials, merge_splits
 from ..launch import Launch
-from .choose import allowed_tokens, mask_arguments
+from .choose import allowed_tokens, token_mask_arguments
 
 
 _BLOCK_TOKENS = 32
@@ -59,7 +59,7 @@ def attend_chosen_kernel(
     query_ptrs = query_ptr + (matrix * num_queries + rows[:, None]) * KEY_DIM + key_channels[None, :]
     query = tl.load(query_ptrs, mask=row_in_use[:, None] & (key_channels < KEY_DIM)[None, :], other=0.0)
     query = query.to(tl.float32)
-    scale_base_2 = scale * 1.4426950408889634
+    scale_base_2 = scale * LOG2_E
 
     is_tail = split == tail_split
     keys_ptr = rows_ptr + matrix * limit * (KEY_DIM + VALUE_DIM)
@@ -160,9 +160,10 @@ def prepare_attention(
     num_queries = query.shape[1] // num_heads
     key_dim, value_dim = (states.shape[3] for states in tail)
     num_matrices = batch_size * num_heads
-    num_slots_of_programs = _PROGRAMS_PER_SM * (num_sms or device_num_sms(query.device))
-    most = triton.cdiv(triton.cdiv(limit, _BLOCK_TOKENS), _MIN_TILES)
-    num_splits = 1 + max(min(num_slots_of_programs // num_matrices, most), 1)
+    most_programs = _PROGRAMS_PER_SM * (num_sms or device_num_sms(query.device))
+    most_splits = triton.cdiv(triton.cdiv(limit, _BLOCK_TOKENS), _MIN_TILES)
+    # Splits of chosen tokens, and one of the tail
+    num_splits = 1 + max(min(most_programs // num_matrices, most_splits), 1)
     partials = empty_partials(query.view(batch_size, num_heads, num_queries, key_dim), num_splits, value_dim)
     result = query.new_empty(*query.shape[:3], value_dim)
     arguments = {
@@ -172,7 +173,7 @@ def prepare_attention(
         "count_ptr": count,
         "tail_keys_ptr": tail[0],
         "tail_values_ptr": tail[1],
-        **mask_arguments(mask),
+        **token_mask_arguments(mask),
         **_partial_arguments(partials),
         "fetched_ptr": fetched,
         "num_heads": num_heads,

@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ..arithmetic import LOG2_E, update_softmax
 from ..launch import Launch
 
 
@@ -43,7 +44,7 @@ _NOT_SPECIALIZED = [
 ]
 
 
-def mask_arguments(mask: torch.Tensor | None) -> dict[str, object]:
+def token_mask_arguments(mask: torch.Tensor | None) -> dict[str, object]:
     """List the kernel arguments of a mask `[B or 1, tokens]`, bool."""
     if mask is None:
         return {"mask_ptr": None, "mask_stride_b": 0, "mask_stride_t": 0}
@@ -68,15 +69,6 @@ def first_position(padding_ptr, batch):
     if padding_ptr is not None:
         first = tl.load(padding_ptr + batch).to(tl.int32)
     return first
-
-
-@triton.jit
-def _add_scores(scores, maximum, total):
-    """Update maxima and totals `[BLOCK_G]` of the softmax in base 2 by scores `[BLOCK_G, tokens]`."""
-    new_maximum = tl.maximum(maximum, tl.max(scores, axis=1))
-    reference = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
-    total = total * tl.exp2(maximum - reference) + tl.sum(tl.exp2(scores - reference[:, None]), axis=1)
-    return new_maximum, total
 
 
 @triton.jit
@@ -115,7 +107,7 @@ def choose_kernel(
     channel_in_use = channels < HEAD_DIM
     query_ptrs = query_ptr + (matrix * num_queries + rows[:, None]) * HEAD_DIM + channels[None, :]
     query = tl.load(query_ptrs, mask=row_in_use[:, None] & channel_in_use[None, :], other=0.0).to(tl.float32)
-    query *= scale * 1.4426950408889634
+    query *= scale * LOG2_E
     tail_ptr += matrix * tail_capacity * HEAD_DIM
     num_behind = tl.zeros([BLOCK_W], tl.int32)
     for first in range(num_slots, length, BLOCK_W):
@@ -128,7 +120,7 @@ def choose_kernel(
         keys = tl.load(key_ptrs, mask=is_stored[:, None] & channel_in_use[None, :], other=0.0).to(tl.float32)
         scores = tl.sum(query[:, None, :] * keys[None, :, :], axis=2)
         scores = tl.where(row_in_use[:, None] & is_stored[None, :], scores, float("-inf"))
-        maximum, total = _add_scores(scores, maximum, total)
+        _, _, maximum, total = update_softmax(scores, maximum, total, 1)
 
     num_allowed = tl.zeros([BLOCK_T], tl.int32)
     for first in range(0, num_slots, BLOCK_T):
@@ -136,7 +128,7 @@ def choose_kernel(
         allowed = allowed_tokens(slots, num_slots, mask_ptr, mask_stride_t, first_real)
         num_allowed += allowed.to(tl.int32)
         scores = _load_scores(scores_ptr, rows, row_in_use, slots, allowed, num_slots)
-        maximum, total = _add_scores(scores, maximum, total)
+        _, _, maximum, total = update_softmax(scores, maximum, total, 1)
     num_tokens = tl.sum(num_behind, axis=0) + tl.sum(num_allowed, axis=0)
 
     # Weights: a query that may attend to nothing has no maximum to subtract
@@ -240,7 +232,7 @@ def count_kernel(
         slots = first + tl.arange(0, BLOCK_T)
         allowed = allowed_tokens(slots, num_slots, mask_ptr, mask_stride_t, first_real)
         maxima = tl.maximum(maxima, _load_scores(scores_ptr, rows, row_in_use, slots, allowed, num_slots))
-    least = tl.max(maxima, axis=1) - distance * 1.4426950408889634
+    least = tl.max(maxima, axis=1) - distance * LOG2_E
     counts = tl.zeros([BLOCK_G, BLOCK_T], tl.int32)
     for first in range(0, num_slots, BLOCK_T):
         slots = first + tl.arange(0, BLOCK_T)
@@ -299,7 +291,7 @@ def prepare_choice(
         "scores_ptr": scores,
         "query_ptr": query,
         "tail_ptr": tail,
-        **mask_arguments(mask),
+        **token_mask_arguments(mask),
         "padding_ptr": padding,
         "ratio_ptr": ratio,
         "wanted_ptr": wanted,
@@ -343,7 +335,7 @@ def prepare_count(
     block_queries = triton.next_power_of_2(num_queries)
     arguments = {
         "scores_ptr": scores,
-        **mask_arguments(mask),
+        **token_mask_arguments(mask),
         "padding_ptr": padding,
         "wanted_ptr": wanted,
         "num_heads": num_heads,

@@ -179,9 +179,11 @@ def split_rows(length: int, block_tokens: int, num_programs: int, num_sms: int) 
 
 
 def has_two_bits(values: CodedRows, num_values: int) -> bool:
-    """Return True if all codes of values, so many with those of no channel, have two bits."""
-    # Widths of values without a basis are the same but for one bit, which all blocks have or none here
-    return values.layout.basis is None and values.layout.row_size == 1 + num_values // 4
+    """Return True if all codes of values have two bits, and a tile of `num_values` numbers has a code for each."""
+    layout = values.layout
+    # Widths of values without a basis differ by one bit at most, so that two bits on average are two in every block
+    is_full = layout.basis is None and layout.num_coefficients == num_values
+    return is_full and layout.row_size == 1 + num_values // 4
 
 
 def contiguous(tensor: torch.Tensor | None) -> torch.Tensor | None:

@@ -9,6 +9,7 @@ Legend: BLOCK_T tokens of one head, BLOCK_K numbers in the order of a row, an ei
 import triton
 import triton.language as tl
 
+from ..arithmetic import ROUNDING
 from ..stored_format import LAST_SCALE, LEAST_GAIN, SCALE_OFFSET, SCALE_STEPS
 from .levels import scale_of
 from .rotated_queries import load_angles
@@ -24,15 +25,13 @@ NUM_CELLS = tl.constexpr(577)
 _LEAST_GAIN = tl.constexpr(LEAST_GAIN)
 _SCALE_STEPS, _SCALE_OFFSET = tl.constexpr(SCALE_STEPS), tl.constexpr(float(SCALE_OFFSET))
 _LAST_SCALE = tl.constexpr(float(LAST_SCALE))
-# Added and subtracted again, it rounds to whole numbers, halves to even ones
-_ROUNDING = tl.constexpr(12582912.0)
 
 
 @triton.jit
 def row_places(BLOCK_K: tl.constexpr):
     """
     Return the number of a row at every slot of a tile: the first ones of all blocks, the second ones, and so on, so
-    that a thread has numbers of one block.
+    that a thread has numbers of one block. Attention has another order, `levels.row_slots`.
     """
     numbers = tl.arange(0, BLOCK_K)
     return numbers % (BLOCK_K // 8) * 8 + numbers // (BLOCK_K // 8)
@@ -192,4 +191,4 @@ def levels_of_codes(codes, factor, first, second, third):
 def _stored_scale(scale):
     """Return the bytes of scales, as numbers; 0 for NaN."""
     steps = tl.log2(tl.where(scale > 1e-6, scale, 1e-6)) * _SCALE_STEPS
-    return tl.minimum(tl.maximum(((steps + _ROUNDING) - _ROUNDING) + _SCALE_OFFSET, 0.0), _LAST_SCALE)
+    return tl.minimum(tl.maximum(((steps + ROUNDING) - ROUNDING) + _SCALE_OFFSET, 0.0), _LAST_SCALE)

@@ -1,12 +1,13 @@
 """Codes of a tile of rows, and the levels that they stand for.
 
 A block of width w is w bytes at any byte of a row: three aligned words hold it, wherever it begins. Two shifts bring
-it to the beginning of 64 bits, the first code with its top at bit 8, and three more its second, third and fourth
-quarter, each two codes of at most 16 bits. Two quarters share a word, so two codes at a time are masked and, as they
-stand, are halves below the smallest normal one, which go through the polynomial together: on a GPU one instruction for
-both. Where all codes have two bits no polynomial is needed. Nothing else depends on the widths but
-numbers that a thread, which has the same block of every token, keeps in registers. Loops over blocks of one width
-would need other loops for every head, and a table of levels a load for every number.
+it to the beginning of 64 bits, the first code in bits 8 - w to 7; further shifts by 2 w, 4 w and 6 w bring the third,
+the fifth and the seventh code there, each with the next code right above it. The lower halves of two such results
+share a word, so that two codes are masked at a time. Read as float16, `code * 2 ** (8 - w)` is a subnormal half, and
+two halves go through the polynomial together: on a GPU one instruction for both. If all codes have two bits, no
+polynomial is needed. Nothing else depends on the widths but numbers that a thread, which has the same block of every
+token, keeps in registers. Loops over blocks of one width would need other loops for every head, and a table of levels
+a load for every number.
 
 The kernel has its own order of a block's channels: what shares a word stands side by side.
 
@@ -38,7 +39,8 @@ def row_slots(BLOCK: tl.constexpr):
 @triton.jit
 def load_codebook(width_ptr, coefficient_ptr, NUM_BLOCKS: tl.constexpr, BLOCK_N: tl.constexpr, DTYPE: tl.constexpr):
     """
-    Loads, of a head's blocks, widths, their first bytes and the coefficients of their levels, each `[BLOCK_N]`.
+    Load widths and first bytes of a head's blocks, and coefficients of their levels, each `[BLOCK_N]`. These are of
+    polynomials in a quarter of `c`, see `CodedRows`: the factor that makes that of a code is a half, too.
     """
     blocks = tl.arange(0, BLOCK_N)
     widths = tl.load(width_ptr + blocks, mask=blocks < NUM_BLOCKS, other=0).to(tl.int32)
@@ -106,6 +108,7 @@ def decode_levels(
     # Halves of a word next to each other, so that arithmetic is on both at a time
     numbers = tl.join(pairs.to(tl.uint16), (pairs >> 16).to(tl.uint16)).to(tl.float16, bitcast=True)
     numbers = tl.reshape(numbers, [BLOCK_T, BLOCK_N, 8]).to(DTYPE)
+    # `code * 2 ** (8 - w)` in units of `2 ** -24`, times `2 ** 15`, is `code * factor / 2`
     centred = multiply_add(numbers, tl.full([1, 1, 1], 32768.0, DTYPE), term[None, :, None], PAIRS)
     square = multiply(centred, centred, PAIRS)
     inner = multiply_add(square, third[None, :, None], second[None, :, None], PAIRS)

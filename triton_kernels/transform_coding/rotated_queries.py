@@ -10,6 +10,8 @@ Legend: BLOCK_K channels, BLOCK_R rows of queries, BLOCK_T tokens of a tile, P n
 import triton
 import triton.language as tl
 
+from ..arithmetic import LOG2_E
+
 
 @triton.jit
 def load_query(query_ptr, rows, row_stride, row_in_use, channels, channel_in_use):
@@ -75,7 +77,7 @@ def load_rotated_queries(
     partners = load_query(query_ptr, rows, row_stride, row_in_use, partner_channels, partner_in_use)
     own, partners = own * sizes[:, None], partners * sizes[:, None]
     to_one, size = inverse_sizes(own, partners)
-    own, partners, size = own * to_one[None, :], partners * to_one[None, :], size * (scale * 1.4426950408889634)
+    own, partners, size = own * to_one[None, :], partners * to_one[None, :], size * (scale * LOG2_E)
     cosines, sines = sizes, sizes
     offset_cosines, offset_sines = sizes, sizes
     if ROTARY:

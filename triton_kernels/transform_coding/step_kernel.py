@@ -9,6 +9,7 @@ Legend as in `attend_kernel.py`.
 import triton
 import triton.language as tl
 
+from ..arithmetic import LOG2_E
 from ..attention.dense_part import attend_part
 from ..attention.partials import merge_places
 from .attend_kernel import attend_split
@@ -98,7 +99,7 @@ def step_kernel(
                 VALUE_ROTATION)
         elif number < num_exact:
             if HAS_EXACT:
-                # Products have more rows than there are queries
+                # Products have more rows than there are queries; tiles have as many tokens
                 exact_rows = tl.program_id(2) * BLOCK_Q + tl.arange(0, BLOCK_E)
                 channels = tl.arange(0, BLOCK_K)
                 row_ptrs = query_ptr + batch * query_stride_b + head * query_stride_h + exact_rows * query_stride_r
@@ -108,7 +109,7 @@ def step_kernel(
                 output = tl.zeros([BLOCK_E, BLOCK_V], tl.float32)
                 maximum = tl.full([BLOCK_E], float("-inf"), tl.float32)
                 total = tl.zeros([BLOCK_E], tl.float32)
-                scale_base_2 = scale * 1.4426950408889634
+                scale_base_2 = scale * LOG2_E
                 output, maximum, total = attend_part(
                     output, maximum, total, query, exact_rows, 0, num_rows, keys_0_ptr, keys_0_stride_b,
                     keys_0_stride_h, keys_0_stride_t, values_0_ptr, values_0_stride_b, values_0_stride_h,

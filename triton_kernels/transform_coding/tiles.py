@@ -14,7 +14,7 @@ from .levels import decode_levels, load_scales, look_up_levels, row_slots
 from .rotated_queries import rotate_back
 
 
-# Weights of values times their scales are at most 246: so much more of what is small are halves
+# Factor of weights times scales of values, which are at most 246: as halves they do not overflow, and fewer are 0
 WEIGHT_FACTOR = tl.constexpr(128.0)
 
 

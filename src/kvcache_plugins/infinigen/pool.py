@@ -134,7 +134,7 @@ class TokenPool:
         if self._host.type == "meta":
             # Sizes do not depend on the victims
             return num_appended, taken
-        at_once = max((self.max_tokens or 0) // _REPLACED_AT_ONCE, 1)
+        at_once = 1 if self.usage is None else self.usage.most_replaced
         for start in range(num_appended, count, at_once):
             assert self.usage is not None
             self.synchronize()
@@ -329,6 +329,12 @@ class UsageRecord:
         # True if slots are in the order of positions
         self.in_order = True
 
+    @property
+    def most_replaced(self) -> int:
+        """Tokens that may be replaced at once: a share of the slots, and none that is protected."""
+        num_slots = self.positions.shape[2]
+        return max(min(num_slots // _REPLACED_AT_ONCE, num_slots - self.num_protected), 1)
+
     def add(self, first_slot: int, count: int, position: int) -> None:
         """Record tokens from `position` on in free slots at the end."""
         slots = slice(first_slot, first_slot + count)
@@ -371,8 +377,9 @@ class UsageRecord:
         if self.policy == "fifo":
             return
         if self.policy == "lru":
-            before = self.usage.gather(2, slots)
-            self.usage.scatter_(2, slots, torch.where(valid, self.num_steps, before).to(torch.int32))
+            # The largest, as filling may repeat a slot that is valid
+            steps = torch.where(valid, self.num_steps, 0).to(torch.int32)
+            self.usage.scatter_reduce_(2, slots, steps, "amax")
             return
         saturated = (self.usage == _MAX_COUNT).any(dim=2, keepdim=True)
         self.usage = torch.where(saturated, self.usage // 2, self.usage)

@@ -29,6 +29,8 @@ from .pool import TokenPool
 # Tokens to which mean and spread of a channel are fitted
 _NUM_FITTED = 512
 _TINY = 1e-6
+# Largest scale, a float16
+_LARGEST = 65504.0
 # Four levels represent a Gaussian best with steps of about its spread
 _TWO_BIT_STEP = 1.0
 
@@ -237,7 +239,8 @@ class ScoringCodes(Scoring):
             scale = normal.square().mean(dim=3, keepdim=True).sqrt() * _TWO_BIT_STEP
         else:
             scale = normal.abs().amax(dim=3, keepdim=True) / top
-        scale = scale.clamp(min=_TINY).half()
+        # A channel that did not vary among the first tokens may be far from its mean now
+        scale = scale.clamp(_TINY, _LARGEST).half()
         codes = (normal / scale.float()).floor().clamp(-(top + 0.5), top - 0.5) + (top + 0.5)
         return {"codes": pack(codes.to(torch.uint8), self.nbits), "scale": scale[..., 0]}
 

@@ -62,7 +62,8 @@ class DeviceSelectionPlan(DroppedOnCopy, KeptSelection):
 
     def push_into(self, tail: ExactTail, keys: torch.Tensor, values: torch.Tensor) -> bool:
         """Store a token `[B, H, 1, D or E]` in a tail below its limit. Return False if it has to be appended."""
-        if in_caller_context() or not tail.fits(keys, values):
+        # The launch is for as many sequences as there were when it was prepared
+        if in_caller_context() or len(keys) != self.batch_size or not tail.fits(keys, values):
             return False
         if tail.length == tail.capacity:
             # Once, where many small steps would be more launches

@@ -72,6 +72,7 @@ class LayerParts:
         elif isinstance(part, PagedRowPart):
             stored = self.rows_of(part.keys, part.values, part.formats, START, part.length, part)
             lengths = part.lengths
+            # A single column would be that of all tokens
             mask = torch.zeros(1, 1, 1, max(part.num_hidden, 2), dtype=torch.float32, device="cpu")
             mask[..., : part.num_hidden] = -torch.inf
         elif isinstance(part, GroupPart):

@@ -147,7 +147,10 @@ def _wanted_kernel(device_type: str, requested: str) -> str:
 
 @cache
 def _kernel_on(device_type: str, requested: str) -> tuple[str, bool]:
-    """Choose the kernel for a few queries on a device; warn the first time, as the answer is kept."""
+    """
+    Choose the kernel for a few queries on a device, and check the kernel that is `requested`, the variable's value.
+    The answer is kept, so that a fallback is warned of once.
+    """
     wanted = _wanted_kernel(device_type, requested_kernel())
     reason = _why_not(wanted, device_type)
     if reason is None:

@@ -11,6 +11,7 @@ selection, N slots in use, R numbers of a row.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import NamedTuple
 
@@ -76,11 +77,16 @@ class KeptSelection:
         self._scale = scale
         self._launches = LaunchKeeper()
         # Launches of attention and of what merges its results, without a mask and with one
-        self._attention: dict[bool, tuple[object, object]] = {}
+        self._attention: dict[bool, tuple[Callable[..., None], Callable[..., None]]] = {}
         self._ratio = torch.tensor([rule.ratio], dtype=torch.float64, device="cpu").to(query.device)
         # Version of the rows that launches over rows are for, and places of channels in them
         self._version = -1
         self._places: torch.Tensor | None = None
+
+    @property
+    def batch_size(self) -> int:
+        """Number of sequences that the launches are for."""
+        return self._heads[0]
 
     def fits(self, query: torch.Tensor, scale: float) -> bool:
         """Check that the launches are for such queries."""
@@ -313,38 +319,38 @@ class KeptSelection:
         triton = load_triton()
         slots, count = selection.slots, selection.count
         keys, values = tail.storage
-        limit = slots.shape[2]
         own = self.aligned(query)
         shape, dtype, _ = self._kind
         result = query.new_empty(*shape[:3], values.shape[3], dtype=dtype)
-        is_masked = mask is not None
-        if is_masked not in self._attention:
+        changed = {
+            **_mask_arguments(mask, None),
+            "query_ptr": own,
+            "rows_ptr": rows,
+            "slots_ptr": slots,
+            "count_ptr": count,
+            "tail_keys_ptr": keys,
+            "tail_values_ptr": values,
+            "fetched_ptr": fetched,
+            "num_slots": num_slots,
+            "num_tail": tail.length,
+            "tail_capacity": keys.shape[2],
+            "limit": slots.shape[2],
+        }
+        kept = self._attention.get(mask is not None)
+        if kept is None:
             # Both at once, as the second reads what the first writes
-            self._attention[is_masked] = triton.prepare_attention(
+            attention, merging = triton.prepare_attention(
                 own.view(shape), rows, slots, count, tail.storage, tail.length, num_slots, mask, self._scale, fetched
             )
-        attention, merging = self._attention[is_masked]
-        self._launches.run(
-            ("attend", is_masked),
-            lambda: attention,
-            **_mask_arguments(mask, None),
-            query_ptr=own,
-            rows_ptr=rows,
-            slots_ptr=slots,
-            count_ptr=count,
-            tail_keys_ptr=keys,
-            tail_values_ptr=values,
-            fetched_ptr=fetched,
-            num_slots=num_slots,
-            num_tail=tail.length,
-            tail_capacity=keys.shape[2],
-            limit=limit,
-        )
-        self._launches.run(("merge", is_masked), lambda: merging, result_ptr=result)
+            kept = triton.KeptLaunch(attention, list(changed)), triton.KeptLaunch(merging, ["result_ptr"])
+            self._attention[mask is not None] = kept
+        attend, merge = kept
+        attend(*changed.values())
+        merge(result)
         return result
 
 
 def _mask_arguments(mask: torch.Tensor | None, padding: torch.Tensor | None) -> dict[str, torch.Tensor | int]:
     """Return the arguments of a launch that a mask and padding give, if there are such."""
-    given: dict[str, torch.Tensor | int] = {} if mask is None else load_triton().mask_arguments(mask)
+    given: dict[str, torch.Tensor | int] = {} if mask is None else load_triton().token_mask_arguments(mask)
     return given if padding is None else {**given, "padding_ptr": padding}

@@ -83,9 +83,10 @@ def channel_moments(
 def decode_tiles(
     part: DensePart | GroupPart | RowPart | OpaqueRowPart, sides: Collection[str] = SIDES
 ) -> Iterator[Tile]:
-    """Decode a part tile by tile, or only some of its `sides`."""
+    """Decode a part tile by tile, or only some of its `sides`. A part without tokens has no tiles."""
     if isinstance(part, DensePart):
-        yield *part.in_use(), 0, part.length
+        if part.length:
+            yield *part.in_use(), 0, part.length
     elif isinstance(part, GroupPart):
         yield from _tiles_of_groups(part, sides)
     else:

@@ -155,6 +155,7 @@ class PreparedSelection(TailReader):
         self._attention[_ATTENTION.threads_entered] = 0
         self._attention[_ATTENTION.result] = result.data_ptr()
         for run, words in self._runs:
+            # The next task, which is the first word of each kernel's arguments
             words[_SELECTION.tasks] = 0
             run()
         del memory

@@ -35,7 +35,7 @@ from kvcache_plugins.triton_kernels.gather import as_words, gather_rows, page_ad
 from kvcache_plugins.triton_kernels.group_packing.launches import GroupPushState, explain_limits
 from kvcache_plugins.triton_kernels.group_packing.push import prepare_group_push as prepare_group_push_launches
 from kvcache_plugins.triton_kernels.infinigen.attend import prepare_attention
-from kvcache_plugins.triton_kernels.infinigen.choose import mask_arguments, prepare_choice, prepare_count
+from kvcache_plugins.triton_kernels.infinigen.choose import prepare_choice, prepare_count, token_mask_arguments
 from kvcache_plugins.triton_kernels.infinigen.push import prepare_exact_push
 from kvcache_plugins.triton_kernels.infinigen.queries import prepare_rms_norm, prepare_rotation
 from kvcache_plugins.triton_kernels.launch import ALIGNMENT, KeptLaunch, Launch
@@ -62,7 +62,6 @@ __all__ = [
     "PushState",
     "as_words",
     "gather_rows",
-    "mask_arguments",
     "page_addresses",
     "prepare_attention",
     "prepare_choice",
@@ -73,6 +72,7 @@ __all__ = [
     "prepare_move",
     "prepare_rms_norm",
     "prepare_rotation",
+    "token_mask_arguments",
     "write_rows",
 ]
 

@@ -141,7 +141,7 @@ static void round_weights(const float *weights, IntegerWeights *rounded) {
     vf high = {0};
     vf nothing = {0};
     vf lost = {0};
-    vf magic = splat(12582912.0f);
+    vf rounding = splat(ROUNDING);
     for (int t = 0; t < TILE; t += L) {
         vf w = load(weights + t);
         high = larger(larger(w, -w), high);
@@ -152,10 +152,10 @@ static void round_weights(const float *weights, IntegerWeights *rounded) {
     rounded->factor = magnitude / 32767;
     for (int t = 0; t < TILE; t += L) {
         vf w = load(weights + t);
-        vf nearest = w * step + magic;
-        vh words = __builtin_convertvector((vi)nearest - (vi)magic, vh);
+        vf nearest = w * step + rounding;
+        vh words = __builtin_convertvector((vi)nearest - (vi)rounding, vh);
         memcpy(rounded->words + t, &words, sizeof words);
-        lost += w - (nearest - magic) * rounded->factor;
+        lost += w - (nearest - rounding) * rounded->factor;
     }
     rounded->lost = sum_of(lost);
 }

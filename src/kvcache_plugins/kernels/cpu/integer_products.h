@@ -86,7 +86,7 @@ static void round_query(IntegerQueries *integers, int index, const float *query)
     ALIGNED int16_t in_order[MAX_WORDS];
     vf high = {0};
     vf nothing = {0};
-    vf magic = splat(12582912.0f);
+    vf rounding = splat(ROUNDING);
     for (int d = 0; d < size; d += L) {
         vf q = load(query + d);
         high = larger(larger(q, -q), high);
@@ -98,8 +98,8 @@ static void round_query(IntegerQueries *integers, int index, const float *query)
     float step = magnitude > 1e-30f ? largest / magnitude : 0;
     vi total = {0};
     for (int d = 0; d < size; d += L) {
-        /* The nearest integer is in the lowest bits of the sum. NaN may be any word. */
-        vi rounded = (vi)(load(query + d) * step + magic) - (vi)magic;
+        /* NaN may be any word. */
+        vi rounded = (vi)(load(query + d) * step + rounding) - (vi)rounding;
         total += rounded;
         vh words = __builtin_convertvector(rounded, vh);
         memcpy(in_order + d, &words, sizeof words);

@@ -111,13 +111,17 @@ INLINE float largest_of(vf v) {
 #endif
 }
 
+/* 1.5 * 2^23: added to a float of at most 2^22, it leaves the nearest integer in the lowest bits, and
+   subtracted again as the float. */
+#define ROUNDING 12582912.0f
+
 /* exp(x) of x <= 0, relative error about 1e-7; 0 below -87 and for -inf. */
 INLINE vf exp_of(vf x) {
-    const vf magic = splat(12582912.0f);
+    const vf rounding = splat(ROUNDING);
     vi is_in_range = x > splat(-87.0f);
-    vf n = x * splat(1.44269504f) + magic;
+    vf n = x * splat(1.44269504f) + rounding;
     vi exponent = (vi)n << 23;
-    n -= magic;
+    n -= rounding;
     vf f = x - n * splat(0.693359375f);
     f = f + n * splat(2.12194440e-4f);
     vf p = splat(1.9875691e-4f);
