@@ -1,11 +1,15 @@
 """Operations on a batch and crops take what those of `DynamicCache` take, and give what it gives."""
 
+import copy
+
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
+from feeding import feed, states
 from transformers import DynamicCache
 
-from kvcache_plugins import create_cache
+from kvcache_plugins import GEARCache, TransformCodingCache, create_cache
 
 
 # With options with which nothing is lost, and two whose numbers are another's
@@ -107,3 +111,20 @@ def test_tokens_behind_cropped_padding_are_real(name, tiny_llama, input_ids):
         expected = tiny_llama(input_ids[:, part], attention_mask=mask[:, : part.stop], past_key_values=dense).logits
     assert cache.layers[1].padding.tolist() == [0, 40, 0]
     assert torch.allclose(logits, expected, atol=1e-4) or name not in EXACT
+
+
+@pytest.mark.parametrize("name", ["transform", "gear-4bit"])
+@torch.no_grad()
+def test_a_sequence_begins_where_crop_left_none_of_it(name):
+    layer = create_cache(name)._next_layer()
+    feed(layer, *states(2, 200), padding=[0, 50])
+    layer.crop(-180)
+    for padding in ([0, 20], [0, 60]):
+        other = copy.deepcopy(layer)
+        new = states(2, 100)
+        new[0][1, :, : padding[1] - 20] = torch.nan
+        feed(other, *new, padding=padding)
+        query = torch.randn(2, 4, 1, 32)
+        output = feed(other, *states(2, 1), padding=padding, query=query)
+        held = [other.to_dense(side)[1:, :, padding[1] :] for side in ("keys", "values")]
+        assert torch.allclose(output[1:], F.scaled_dot_product_attention(query[1:], *held, enable_gqa=True), atol=1e-4)

@@ -235,6 +235,9 @@ class CompressedLayer(LazyLayer, Generic[AnySegment, AnyCodec]):
             return self._left_padding.valid_tokens(start, count, self.device)
         # With its data even where states have none
         end = first_end if first_end is not None and keys.is_meta else prefix.end
+        if first_end is None and self.padding is not None:
+            # Padding of a sequence that `crop` left without tokens may have grown since
+            end = end.maximum(self.padding.to(end.device))
         return torch.arange(start, start + count, dtype=torch.int64, device=end.device) >= end[:, None]
 
     def _enter_dense(self) -> None:
@@ -262,9 +265,9 @@ class CompressedLayer(LazyLayer, Generic[AnySegment, AnyCodec]):
         self._dense = DenseLimits(num_first, limit, limit - self._num_recorded_queries)
 
     def _leave_dense(self) -> None:
-        """Make a prefix of the first tokens, as packed tokens will follow."""
-        prefix, tail = self._dense_ends()
-        if prefix is not None:
+        """Make a prefix of a dense layer's first tokens, as packed tokens will follow."""
+        if self._dense.num_first:
+            prefix, tail = self._dense_ends()
             self.storage.set_prefix(prefix)
             self.storage.tail = tail
         self._dense = NOT_DENSE
