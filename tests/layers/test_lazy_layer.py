@@ -128,3 +128,15 @@ def test_a_sequence_begins_where_crop_left_none_of_it(name):
         output = feed(other, *states(2, 1), padding=padding, query=query)
         held = [other.to_dense(side)[1:, :, padding[1] :] for side in ("keys", "values")]
         assert torch.allclose(output[1:], F.scaled_dot_product_attention(query[1:], *held, enable_gqa=True), atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["transform", "gear-4bit", "llamacpp-q8_0"])
+@torch.no_grad()
+def test_an_emptied_layer_takes_states_of_other_sizes(name):
+    layer, expected = (create_cache(name)._next_layer() for _ in range(2))
+    feed(layer, *states(2, 100))
+    layer.crop(-100)
+    for count in (100, 1):
+        keys, values = (torch.randn(1, 4, count, 64, dtype=torch.float64) for _ in range(2))
+        outputs = [feed(each, keys, values, query=keys) for each in (layer, expected)]
+        assert torch.equal(*outputs)

@@ -243,12 +243,13 @@ class LazyLayer(CacheLayerMixin):
         return states
 
     def _update(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        if self.is_initialized and key_states.dtype is not self.dtype:
-            key_states, value_states = self._as_stored(key_states, value_states)
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
         if self._length:
+            if key_states.dtype is not self.dtype:
+                key_states, value_states = self._as_stored(key_states, value_states)
             self._check_continues(key_states, value_states)
+        else:
+            # Again after a crop of all tokens, as the next prompt may be of another model
+            self.lazy_initialization(key_states, value_states)
         self.handed_out.read_scores()
         if key_states.device != self.device:
             self._move_to(key_states.device)
@@ -259,8 +260,6 @@ class LazyLayer(CacheLayerMixin):
         self._before_update()
         is_first, count = self._length == 0, key_states.shape[2]
         self._num_new = count
-        if is_first:
-            self._set_batch_size(key_states.shape[0])
         exact = (key_states, value_states) if is_first else None
         # Stored tensors would otherwise keep the graph of every update alive
         self.handed_out.has_gradients = key_states.requires_grad or value_states.requires_grad
