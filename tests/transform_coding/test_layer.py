@@ -16,6 +16,7 @@ from kvcache_plugins.formats.positions import Positions
 from kvcache_plugins.formats.rotary import RotaryEmbedding
 from kvcache_plugins.kernels.attention_call import AttentionCall
 from kvcache_plugins.layers.layer_state import LayerState
+from kvcache_plugins.layers.phase import Phase
 from kvcache_plugins.layers.row_layer import RowLayer
 from kvcache_plugins.transform_coding.config import MIN_TOKENS, TransformCodingConfig
 
@@ -440,3 +441,11 @@ def test_waiting_and_padding_tokens_do_not_affect_scales():
     feed(alone, keys[:1], values[:1], query=queries[:1])
     assert padded._unfitted_sequences is not None and padded.codec.formats()[1].mean is None
     torch.testing.assert_close(padded.to_dense("values")[:1], alone.to_dense("values"), atol=1e-5, rtol=0)
+
+
+def test_a_restored_layer_has_a_prefix_of_its_own():
+    layer, other = make_layer(), make_layer()
+    feed(layer, *states(1, 100))
+    other.restore(layer.state(), torch.device("cpu"))
+    other.crop(2 - 100)
+    assert layer.storage.prefix.count.tolist() == [SINKS]

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Generic, NamedTuple
 
 import torch
@@ -536,7 +537,8 @@ class CompressedLayer(LazyLayer, Generic[AnySegment, AnyCodec]):
         self.set_padding(state.padding)
         storage: LayerStorage[AnySegment] = LayerStorage()
         storage.segments, storage.first_held = segments, state.held_start
-        storage.set_prefix(state.prefix, None if state.prefix is None else int(state.prefix.end.max()))
+        # A copy, as the state may be that of another layer, which changes its own prefix
+        storage.set_prefix(None if state.prefix is None else replace(state.prefix))
         if state.buffer is not None:
             storage.tail = ExactTail(state.buffer.keys, state.buffer.values, self.policy.residual_length)
         self.storage, self.plan = storage, None
