@@ -130,6 +130,37 @@ def test_a_sequence_begins_where_crop_left_none_of_it(name):
         assert torch.allclose(output[1:], F.scaled_dot_product_attention(query[1:], *held, enable_gqa=True), atol=1e-4)
 
 
+@pytest.mark.parametrize("count", [1, 300])
+def test_a_refused_update_leaves_no_keys_of_an_indexer(count):
+    """Keys of an indexer come before the keys and values, which are refused at once or when they are packed."""
+    layer = create_cache("transform")._next_layer()
+    index = torch.randn(1, 102, 8)
+    layer.update_indexer(index[:, :100])
+    feed(layer, *states(1, 100))
+    bad = states(1, count)
+    bad[0][0, 0, 0, 0] = torch.nan
+    layer.update_indexer(torch.randn(1, count, 8))
+    with pytest.raises(ValueError, match="NaN"):
+        feed(layer, *bad)
+        for _ in range(5):
+            layer.update_indexer(torch.randn(1, 1, 8))
+            feed(layer, *states(1, 1))
+    layer.crop(100 - layer.get_seq_length())
+    assert torch.equal(layer.update_indexer(index[:, 100:101]), index[:, :101])
+    feed(layer, *states(1, 1))
+    assert torch.equal(layer.update_indexer(index[:, 101:]), index)
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+@pytest.mark.parametrize("make_cache", [GEARCache, TransformCodingCache])
+def test_a_given_mask_of_another_batch_is_refused(make_cache, batch_size):
+    layer = make_cache(attention_mask=torch.ones(batch_size, 100))._next_layer()
+    layer.update(*states(2, 100))
+    with pytest.raises(ValueError, match=f"`attention_mask` of the cache is of {batch_size} sequences, but .* of 2"):
+        layer.commit_prompt()
+    assert layer.get_seq_length() == 0
+
+
 @pytest.mark.parametrize("name", ["transform", "gear-4bit", "llamacpp-q8_0"])
 @torch.no_grad()
 def test_an_emptied_layer_takes_states_of_other_sizes(name):

@@ -186,8 +186,10 @@ class CompressedLayer(LazyLayer, Generic[AnySegment, AnyCodec]):
         tail = self.storage.tail
         if tail is None:
             return
-        self._commit(tail.keys, tail.values, is_prompt=False)
-        self._enter_dense()
+        try:
+            self._commit(tail.keys, tail.values, is_prompt=False)
+        finally:
+            self._enter_dense()
 
     def _append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         if not self.policy.residual_length and self.codec is not None:
@@ -211,8 +213,10 @@ class CompressedLayer(LazyLayer, Generic[AnySegment, AnyCodec]):
         if tail is not None and tail.length:
             keys = torch.cat([tail.keys, keys], dim=2)
             values = torch.cat([tail.values, values], dim=2)
-        self._commit(keys, values, is_prompt=True)
-        self._enter_dense()
+        try:
+            self._commit(keys, values, is_prompt=True)
+        finally:
+            self._enter_dense()
 
     def invalidate_plan(self) -> None:
         """Invalidate the plan, and free what it holds: stored tokens, or what is known of them, will change."""

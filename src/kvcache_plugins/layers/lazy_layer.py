@@ -61,10 +61,16 @@ class LeftPadding:
         self._ends: tuple[int, int] | None = None
         self._total = 0
 
-    def given_counts(self, device: torch.device) -> torch.Tensor | None:
-        """Return the counts of the given mask, if there is one and neither attention nor a caller has shown them."""
+    def given_counts(self, batch_size: int, device: torch.device) -> torch.Tensor | None:
+        """
+        Return the counts of the given mask, if there is one and neither attention nor a caller has shown them. Raise a
+        `ValueError` if the mask is of another number of sequences than the prompt, `batch_size`.
+        """
         if self._given_mask is None or self.is_shown or self.counts is not None:
             return None
+        if len(self._given_mask) != batch_size:
+            own = len(self._given_mask)
+            raise ValueError(f"`attention_mask` of the cache is of {own} sequences, but the prompt of {batch_size}")
         return (self._given_mask.to(device).cumsum(dim=1) == 0).sum(dim=1)
 
     def ends(self) -> tuple[int, int]:
@@ -305,8 +311,12 @@ class LazyLayer(CacheLayerMixin):
         same tokens, and return all.
         """
         held = self._index.get("keys")
-        self._index["keys"] = indexer_key_states if held is None else torch.cat([held, indexer_key_states], dim=-2)
-        return self._index["keys"]
+        if held is not None:
+            # Without keys of an update that was refused
+            indexer_key_states = torch.cat([held[..., : self._length, :], indexer_key_states], dim=-2)
+        # Without the graph of its update, which the returned ones have
+        self._index["keys"] = indexer_key_states.detach()
+        return indexer_key_states
 
     # Name of the method in one model family
     update_index = update_indexer
@@ -464,19 +474,34 @@ class LazyLayer(CacheLayerMixin):
             return
         keys, values, _ = self._uncommitted_prompt
         is_first = self._length == keys.shape[2]
-        given = self._left_padding.given_counts(self.device)
-        if given is not None:
-            self.set_padding(given)
-        elif not self._left_padding.is_shown:
-            self._counters["prompts_without_mask"] += 1
         try:
+            given = self._left_padding.given_counts(self.batch_size, self.device)
+            if given is not None:
+                self.set_padding(given)
+            elif not self._left_padding.is_shown:
+                self._counters["prompts_without_mask"] += 1
             self._store_prompt(keys, values, is_first=is_first)
         except (ValueError, MemoryError):
-            # Undo the update
-            self._length -= keys.shape[2]
-            self._uncommitted_prompt = None
+            self._drop_uncommitted()
             raise
         self._uncommitted_prompt = None
+
+    def _drop_uncommitted(self) -> None:
+        """Take back the update of an uncommitted prompt."""
+        assert self._uncommitted_prompt is not None
+        length = self._length - self._uncommitted_prompt.keys.shape[2]
+        if not length:
+            self._empty()
+            return
+        self._uncommitted_prompt = None
+        self._num_new = 0
+        self._shorten(length)
+
+    def _empty(self) -> None:
+        """Forget everything but the counters."""
+        counters = self._counters
+        self._clear()
+        self._counters = counters
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the newest `-tokens_to_remove` tokens; 0 changes nothing."""
@@ -496,20 +521,16 @@ class LazyLayer(CacheLayerMixin):
         self.commit_prompt()
         self.handed_out.keep(self)
         if count == self._length:
-            counters = self._counters
-            self._clear()
-            self._counters = counters
+            self._empty()
             return
         self._drop_newest(count)
         self._num_new = max(self._num_new - count, 0)
-        self._index = {
-            name: states[..., : max(states.shape[-2] - count, 0), :] for name, states in self._index.items()
-        }
         self._shorten(self._length - count)
 
     def _shorten(self, length: int) -> None:
         """Set the number of tokens. A sequence without a real token among them is all padding."""
         self._length = length
+        self._index = {name: states[..., :length, :] for name, states in self._index.items()}
         if self.padding is not None and self._left_padding.ends()[1] > length:
             self.set_padding(self.padding.clamp(max=length))
 
