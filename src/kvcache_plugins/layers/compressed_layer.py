@@ -302,7 +302,10 @@ class CompressedLayer(LazyLayer, Generic[AnySegment, AnyCodec]):
         return tail.keys[:, :, skipped:], tail.values[:, :, skipped:]
 
     def _set_tail(self, keys: torch.Tensor, values: torch.Tensor, count: int) -> None:
-        """Keep the newest `count` of exact tokens in the tail, which holds all of them or has to be made of them."""
+        """
+        Keep the newest `count` of the exact tokens `[B, H, T, D]` in the tail. A tail that holds no others is
+        shortened; otherwise they are a prompt's and those of the tail before it, and a new tail is made.
+        """
         storage, num_dropped = self.storage, keys.shape[2] - count
         if not count:
             storage.tail = None
@@ -354,11 +357,6 @@ class CompressedLayer(LazyLayer, Generic[AnySegment, AnyCodec]):
         parts = list(self._parts(None))
         self.plan = plan_steps(query, parts, self._shapes["keys"][1], scale, kernel, storage.version, self._tail_limit)
         return self.run_plan(query, self._length, scale)
-
-    @property
-    def _records_queries(self) -> bool:
-        """True if the codec of later tokens is fitted to queries of these."""
-        return False
 
     def on_exact_attention(self, call: AttentionCall) -> None:
         self._learn_padding(call.mask)

@@ -101,7 +101,7 @@ class LeftPadding:
         if self.counts is None or self.ends()[1] <= start:
             return None
         tokens = torch.arange(start, start + count, dtype=torch.int64, device=device)
-        return tokens >= self.first_tokens(1, device)
+        return tokens >= self.counts.to(device)[:, None]
 
 
 class UncommittedPrompt(NamedTuple):
