@@ -171,3 +171,17 @@ def test_an_emptied_layer_takes_states_of_other_sizes(name):
         keys, values = (torch.randn(1, 4, count, 64, dtype=torch.float64) for _ in range(2))
         outputs = [feed(each, keys, values, query=keys) for each in (layer, expected)]
         assert torch.equal(*outputs)
+
+
+@pytest.mark.parametrize("name", ["transform", "gear-4bit"])
+def test_keys_with_values_of_other_tokens_are_refused(name):
+    layer = create_cache(name)._next_layer()
+    for counts in ((100, 99), (100, 100), (2, 1), (1, 2)):
+        (keys, _), (_, values) = (states(1, count) for count in counts)
+        if counts[0] == counts[1]:
+            feed(layer, keys, values)
+            continue
+        for pair in ((keys, values), (keys[0], values[0]), (keys, values.expand(2, -1, -1, -1))):
+            with pytest.raises(ValueError, match="layer 0: keys and values of the same tokens"):
+                layer.update(*pair)
+    assert layer.get_seq_length() == 100

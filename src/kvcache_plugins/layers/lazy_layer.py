@@ -249,6 +249,12 @@ class LazyLayer(CacheLayerMixin):
         return states
 
     def _update(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        key_shape, value_shape = key_states.shape, value_states.shape
+        if len(key_shape) != 4 or len(value_shape) != 4 or key_shape[::2] != value_shape[::2]:
+            raise ValueError(
+                f"layer {self.layer_idx}: keys and values of the same tokens have to be of shape [batch_size, heads, "
+                f"tokens, head_dim], but got {list(key_shape)} and {list(value_shape)}"
+            )
         if self._length:
             if key_states.dtype is not self.dtype:
                 key_states, value_states = self._as_stored(key_states, value_states)

@@ -39,17 +39,11 @@ class LayerStorage(Generic[AnySegment]):
         self.set_prefix(None)
 
     def set_prefix(self, prefix: ExactPrefix | None, stop: int | None = None) -> None:
-        """Replace the prefix, which ends at position `stop`, if that is known."""
+        """Replace the prefix, which ends at `stop`: asked of the device if it is not given."""
         self.prefix = prefix
-        self._prefix_stop = stop
+        # Segments may span tokens of the prefix before this position
+        self.prefix_stop = 0 if prefix is None else prefix.stop() if stop is None else stop
         self.version += 1
-
-    @property
-    def prefix_stop(self) -> int:
-        """Position before which segments may span tokens of the prefix. Asked of the device, once a change."""
-        if self._prefix_stop is None:
-            self._prefix_stop = 0 if self.prefix is None else self.prefix.stop()
-        return self._prefix_stop
 
     @property
     def newest(self) -> AnySegment | None:
@@ -93,7 +87,7 @@ class LayerStorage(Generic[AnySegment]):
             newest.truncate(stop - newest.start)
         if self.prefix is not None:
             self.prefix.truncate(stop)
-            self._prefix_stop = None
+            self.prefix_stop = min(self.prefix_stop, stop)
 
     def mark_evicted(self, position: int, *, keeps_prefix: bool) -> None:
         """Record that tokens before `position` were evicted; drop the prefix if it ends there."""
@@ -108,7 +102,6 @@ class LayerStorage(Generic[AnySegment]):
 
     def map(self, function: TensorFunction) -> None:
         """Replace every stored tensor by `function` of it."""
-        self._prefix_stop = None
         for stored in (self.prefix, self.tail, *self.segments):
             if stored is not None:
                 stored.map(function)
