@@ -405,6 +405,7 @@ class RowLayer(CompressedLayer[RowSegment, Codec]):
         if newest.is_recent != (self._recent_codec is not None) or newest.stop != start or start < storage.prefix_stop:
             return False
         num_requantized = self._num_to_requantize(newest.length + count) if newest.is_recent else 0
+        # Oldest recent rows join the segment before, if it takes rows; rows of the tail stay recent
         older = storage.segments[-2] if num_requantized and len(storage.segments) > 1 else None
         if num_requantized and (older is None or not older.is_open or not older.length):
             return False
