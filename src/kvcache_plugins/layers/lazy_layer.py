@@ -531,12 +531,14 @@ class LazyLayer(CacheLayerMixin):
             return
         self._drop_newest(count)
         self._num_new = max(self._num_new - count, 0)
+        self._index = {
+            name: states[..., : max(states.shape[-2] - count, 0), :] for name, states in self._index.items()
+        }
         self._shorten(self._length - count)
 
     def _shorten(self, length: int) -> None:
         """Set the number of tokens. A sequence without a real token among them is all padding."""
         self._length = length
-        self._index = {name: states[..., :length, :] for name, states in self._index.items()}
         if self.padding is not None and self._left_padding.ends()[1] > length:
             self.set_padding(self.padding.clamp(max=length))
 
