@@ -3,6 +3,8 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from feeding import feed
+from feeding import states as make_states
 from transformers import DynamicCache
 from transformers.integrations.sdpa_attention import repeat_kv
 
@@ -167,3 +169,18 @@ def test_recording_queries_changes_nothing(tiny_model, architecture, implementat
         assert torch.equal(logits * mask[:, part, None], expected * mask[:, part, None])
         for layer in recording:
             assert layer.queries.shape == (2, 4, min(256, part.stop - part.start), layer.keys.shape[3])
+
+
+@pytest.mark.parametrize("make_cache", [GEARCache, TransformCodingCache])
+@torch.no_grad()
+def test_planned_attention_is_of_keys_and_values_in_this_order(make_cache):
+    layer = make_cache()._next_layer()
+    feed(layer, *make_states(1, 150))
+    for _ in range(3):
+        feed(layer, *make_states(1, 1))
+    keys, values = layer.update(*make_states(1, 1))
+    query = torch.randn(1, 4, 1, 32)
+    dense = {keys: layer.to_dense("keys"), values: layer.to_dense("values")}
+    for pair in ((keys, keys), (values, values), (values, keys), (keys, values)):
+        expected = F.scaled_dot_product_attention(query, *(dense[each] for each in pair), enable_gqa=True)
+        assert torch.allclose(F.scaled_dot_product_attention(query, *pair, enable_gqa=True), expected, atol=1e-4)

@@ -112,9 +112,8 @@ def test_warm_up_leaves_no_trace(name, padded, tiny_llama):
 
 
 def test_warm_up_runs_packing_and_attention(tiny_llama, exercised):
-    cache = create_cache("gear-k4v3", tiny_llama)
     for _ in range(2):
-        cache.warm_up(tiny_llama)
+        create_cache("gear-k4v3", tiny_llama).warm_up(tiny_llama)
     # A prompt whose sinks stand within its first group, and one whose sinks stand before it; once a process
     assert [[block.length for block in layer.storage.segments] for layer in exercised] == [[128, 64], [128, 64]]
     assert all(layer.stats()["attend_calls"] == 3 for layer in exercised)

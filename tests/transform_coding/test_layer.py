@@ -16,6 +16,7 @@ from kvcache_plugins.formats.positions import Positions
 from kvcache_plugins.formats.rotary import RotaryEmbedding
 from kvcache_plugins.kernels.attention_call import AttentionCall
 from kvcache_plugins.layers.layer_state import LayerState
+from kvcache_plugins.layers.phase import Phase
 from kvcache_plugins.layers.row_layer import RowLayer
 from kvcache_plugins.transform_coding.config import MIN_TOKENS, TransformCodingConfig
 
@@ -440,3 +441,57 @@ def test_waiting_and_padding_tokens_do_not_affect_scales():
     feed(alone, keys[:1], values[:1], query=queries[:1])
     assert padded._unfitted_sequences is not None and padded.codec.formats()[1].mean is None
     torch.testing.assert_close(padded.to_dense("values")[:1], alone.to_dense("values"), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("lengths", [(100,), (40, 60)])
+def test_queries_of_a_refused_prompt_are_not_fitted_to(lengths):
+    """Also where the prompt comes in chunks, and a later one is refused."""
+    layer, expected = make_layer(), make_layer()
+    for count in lengths:
+        keys, values = states(1, count)
+        query = torch.randn(1, NUM_HEADS * 2, count, HEAD_DIM)
+        if count == lengths[-1]:
+            with pytest.raises(ValueError, match="NaN"):
+                feed(layer, keys / 0 * 0, values, query=query * torch.nan)
+        for each in (layer, expected):
+            feed(each, keys, values, query=query)
+    tables = [each.codec.state().keys for each in (layer, expected)]
+    assert all(torch.equal(own, tables[1][name]) for name, own in tables[0].items())
+
+
+def test_a_refused_update_fits_no_late_sequence():
+    """The longer sequence has a token beyond its scales, as the other gets its table."""
+    layer = make_layer()
+    feed(layer, *states(2, 150), padding=[0, 100])
+    before = copy.deepcopy(layer)
+    keys, values = states(2, 40)
+    keys[0, 0, 3] *= 1e5
+    with pytest.raises(ValueError, match="too large beside those"):
+        feed(layer, keys, values, padding=[0, 100])
+    keys, values = states(2, 40)
+    query = torch.randn(2, NUM_HEADS * 2, 40, HEAD_DIM)
+    for each in (layer, before):
+        feed(each, keys, values, padding=[0, 100], query=query)
+    for side in ("keys", "values"):
+        assert torch.equal(layer.to_dense(side), before.to_dense(side))
+
+
+@torch.no_grad()
+def test_a_refused_tail_leaves_a_layer_dense():
+    layer = make_layer()
+    feed(layer, *states(1, SINKS + MIN_TOKENS - 8))
+    for number in range(8):
+        keys, values = states(1, 1)
+        feed(layer, keys if number < 7 else keys / 0 * 0, values)
+    limits = layer._dense
+    with pytest.raises(ValueError, match="NaN"):
+        feed(layer, *states(1, 1))
+    assert layer._dense == limits and layer.phase is Phase.DENSE
+
+
+def test_a_restored_layer_has_a_prefix_of_its_own():
+    layer, other = make_layer(), make_layer()
+    feed(layer, *states(1, 100))
+    other.restore(layer.state(), torch.device("cpu"))
+    other.crop(2 - 100)
+    assert layer.storage.prefix.count.tolist() == [SINKS]

@@ -22,6 +22,7 @@ from kvcache_plugins.kernels import triton
 from kvcache_plugins.kernels.attention import attend
 from kvcache_plugins.kernels.attention_call import AttentionCall
 from kvcache_plugins.layers.device_plan import count_tokens
+from kvcache_plugins.layers.static_layer import static_attention
 from kvcache_plugins.models.cache_argument import as_argument
 from kvcache_plugins.transform_coding.calibration import calibrate_transform
 
@@ -225,6 +226,27 @@ def test_a_step_leaves_no_memory_allocated(monkeypatch):
     layer.plan.push_uncounted(*torch.randn(2, 1, 2, 1, 16, device=DEVICE))
     attend(torch.randn(1, 4, 1, 16, device=DEVICE), layer.plan.parts(None), 2, None, "triton")
     assert [each.cache_info().misses for each in held] == made
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda cache: cache.reorder_cache(torch.zeros(2, dtype=torch.int64, device=DEVICE)),
+        lambda cache: cache.layers[0].offload(),
+        lambda cache: cache.fork(1),
+    ],
+    ids=["reorder", "offload", "fork"],
+)
+def test_tokens_of_replayed_steps_are_counted_before_storage_moves(decoded, change):
+    cache, _ = decoded("alone", 2)
+    layer = cache.layers[0]
+    states = torch.randn(2, 1, 2, 1, 16, device=DEVICE)
+    query = torch.randn(1, 4, 1, 16, device=DEVICE)
+    static_attention(query, *states, None, layer.graph.order, layer.graph.number, None)
+    change(cache)
+    assert layer.get_seq_length() == NUM_PROMPT + 3
+    assert torch.equal(layer.to_dense("values")[:1, :, -1:].cpu(), states[1].cpu())
 
 
 def describe(value):

@@ -14,13 +14,9 @@ import torch.nn.functional as F
 from kvcache_plugins.formats.quantizer import BLOCK
 
 
-# Dtypes of the indices of channels: the second for heads of more channels than a byte counts
-_ORDER_DTYPES, _MOST_BYTES = (torch.uint8, torch.int16), 256
-
-
 def order_dtype(head_dim: int) -> torch.dtype:
-    """Return the dtype of the indices of a head's channels."""
-    return _ORDER_DTYPES[head_dim > _MOST_BYTES]
+    """Return the dtype of the indices of a head's channels: bytes, as far as they count."""
+    return torch.uint8 if head_dim <= 2**8 else torch.int16
 
 
 def allocate_widths(energies: torch.Tensor, total: int, distortions: tuple[float, ...]) -> torch.Tensor:

@@ -72,11 +72,14 @@ def select_outliers(
     found = torch.cat([top, lowest.topk(num_per_side, dim=-1, largest=False).indices], dim=-1)
     used = torch.cat([used, used], dim=-1).expand(found.shape)
     others = torch.arange(rows.shape[2], dtype=torch.int64, device=rows.device)[:, None].expand(found.shape)
+    tokens, columns = (found, others) if is_key else (others, found)
     if is_key:
-        found, others, used = (each.unflatten(2, (num_heads, head_dim)).mT for each in (found, others, used))
+        tokens, columns, used = (each.unflatten(2, (num_heads, head_dim)).mT for each in (tokens, columns, used))
     elif valid is not None:
         used = used & valid[..., None]
-    tokens, columns, used = (each.flatten(2) for each in ((found, others) if is_key else (others, found)) + (used,))
+    used = used.flatten(2)
+    tokens = tokens.flatten(2)
+    columns = columns.flatten(2)
     outliers = Outliers(columns // head_dim, tokens, columns % head_dim, None if valid is None else used)
     # An entry that is not in use may have the index of one that is, and must not erase it: hence the sum
     marks = states.new_zeros(len(states), num_chunks, states[0, :, 0].numel())

@@ -156,11 +156,12 @@ class RowFormat:
         return dataclasses.replace(self, **changes)
 
     def with_sequence(self, number: int, other: "RowFormat") -> "RowFormat":
-        """Replace the format of one sequence by that of a single one, and returns all."""
-        own, changed = dict(other.named_tensors()), self
+        """Return the format with that of one sequence, by `number`, replaced by `other`, which is of one sequence."""
+        own = dict(other.named_tensors())
+        changed = self.map(torch.clone)
         if self.mean is None and other.mean is not None:
             shape = len(self.widths), *other.mean.shape[1:]
-            changed = dataclasses.replace(self, mean=other.mean.new_zeros(shape))
+            changed = dataclasses.replace(changed, mean=other.mean.new_zeros(shape))
         for name, tensor in changed.named_tensors():
             tensor[number] = own[name][0] if name in own else 0
         return changed

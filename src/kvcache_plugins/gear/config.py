@@ -104,7 +104,7 @@ class GEARConfig:
     def policy(self) -> GroupPolicy:
         """Make the policy of a layer."""
         return GroupPolicy(
-            self.codec,
+            GEARCodecs(self),
             residual_length=self.residual_length,
             num_sink_tokens=self.num_sink_tokens,
             least_tokens=self.token_group,
@@ -153,6 +153,16 @@ class GEARConfig:
             # Rotary embeddings rotate keys by their positions, so errors of keys have no common part
             spreads_errors=not is_key,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class GEARCodecs:
+    """Factory of a layer's codecs. Equal options make equal factories, and so equal policies."""
+
+    config: GEARConfig
+
+    def __call__(self, key_dim: int, value_dim: int) -> GroupCodec:
+        return self.config.codec(key_dim, value_dim)
 
 
 def check_backbone(backbone: object) -> None:

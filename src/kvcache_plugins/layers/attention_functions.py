@@ -60,7 +60,7 @@ def _wrap(attend: Attention, read_mask: _MaskReader) -> Attention:
         found = read_mask(module, query, key, attention_mask, **options)
         if found is None:
             # These arguments hide tokens in ways that only this implementation supports
-            return attend(module, query, key + 0, value + 0, attention_mask, **options)
+            return attend(module, query, _read(key), _read(value), attention_mask, **options)
         mask, options["is_causal"] = found
         softcap, sinks = options.get("softcap"), options.get("s_aux")
         if softcap is None and sinks is None:
@@ -73,10 +73,15 @@ def _wrap(attend: Attention, read_mask: _MaskReader) -> Attention:
         if isinstance(key, LazyKV) and isinstance(value, LazyKV):
             output = attend_lazily(call, key, value, partial(_attend_densely, call))
         if output is None:
-            output = _attend_densely(call, key + 0, value + 0)
+            output = _attend_densely(call, _read(key), _read(value))
         return output.transpose(1, 2).contiguous(), None
 
     return forward
+
+
+def _read(states: torch.Tensor) -> torch.Tensor:
+    """Return states as a dense tensor."""
+    return states.read() if isinstance(states, LazyKV) else states
 
 
 def _attend_densely(call: AttentionCall, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -89,8 +94,10 @@ def _read_block_mask(
     module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, mask: BlockMask | torch.Tensor | None, **_: object
 ) -> _Mask:
     """Return the mask of `flex_attention`; no token is hidden if there is none."""
+    if mask is None:
+        return None, False
     if not isinstance(mask, BlockMask):
-        return None if mask is None else mask[..., : key.shape[2]], False
+        return mask[..., : key.shape[2]], False
     if mask not in _DENSE_MASKS:
         _DENSE_MASKS[mask] = _make_dense(mask, query.shape[2], key.shape[2], query.device)
     return _DENSE_MASKS[mask]

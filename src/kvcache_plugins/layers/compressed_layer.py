@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Generic, NamedTuple
 
 import torch
@@ -185,8 +186,10 @@ class CompressedLayer(LazyLayer, Generic[AnySegment, AnyCodec]):
         tail = self.storage.tail
         if tail is None:
             return
-        self._commit(tail.keys, tail.values, is_prompt=False)
-        self._enter_dense()
+        try:
+            self._commit(tail.keys, tail.values, is_prompt=False)
+        finally:
+            self._enter_dense()
 
     def _append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         if not self.policy.residual_length and self.codec is not None:
@@ -210,8 +213,10 @@ class CompressedLayer(LazyLayer, Generic[AnySegment, AnyCodec]):
         if tail is not None and tail.length:
             keys = torch.cat([tail.keys, keys], dim=2)
             values = torch.cat([tail.values, values], dim=2)
-        self._commit(keys, values, is_prompt=True)
-        self._enter_dense()
+        try:
+            self._commit(keys, values, is_prompt=True)
+        finally:
+            self._enter_dense()
 
     def invalidate_plan(self) -> None:
         """Invalidate the plan, and free what it holds: stored tokens, or what is known of them, will change."""
@@ -235,6 +240,9 @@ class CompressedLayer(LazyLayer, Generic[AnySegment, AnyCodec]):
             return self._left_padding.valid_tokens(start, count, self.device)
         # With its data even where states have none
         end = first_end if first_end is not None and keys.is_meta else prefix.end
+        if first_end is None and self.padding is not None:
+            # Padding of a sequence that `crop` left without tokens may have grown since
+            end = end.maximum(self.padding.to(end.device))
         return torch.arange(start, start + count, dtype=torch.int64, device=end.device) >= end[:, None]
 
     def _enter_dense(self) -> None:
@@ -262,9 +270,9 @@ class CompressedLayer(LazyLayer, Generic[AnySegment, AnyCodec]):
         self._dense = DenseLimits(num_first, limit, limit - self._num_recorded_queries)
 
     def _leave_dense(self) -> None:
-        """Make a prefix of the first tokens, as packed tokens will follow."""
-        prefix, tail = self._dense_ends()
-        if prefix is not None:
+        """Make a prefix of a dense layer's first tokens, as packed tokens will follow."""
+        if self._dense.num_first:
+            prefix, tail = self._dense_ends()
             self.storage.set_prefix(prefix)
             self.storage.tail = tail
         self._dense = NOT_DENSE
@@ -294,7 +302,10 @@ class CompressedLayer(LazyLayer, Generic[AnySegment, AnyCodec]):
         return tail.keys[:, :, skipped:], tail.values[:, :, skipped:]
 
     def _set_tail(self, keys: torch.Tensor, values: torch.Tensor, count: int) -> None:
-        """Keep the newest `count` of exact tokens in the tail, which holds all of them or has to be made of them."""
+        """
+        Keep the newest `count` of the exact tokens `[B, H, T, D]` in the tail. A tail that holds no others is
+        shortened; otherwise they are a prompt's and those of the tail before it, and a new tail is made.
+        """
         storage, num_dropped = self.storage, keys.shape[2] - count
         if not count:
             storage.tail = None
@@ -346,11 +357,6 @@ class CompressedLayer(LazyLayer, Generic[AnySegment, AnyCodec]):
         parts = list(self._parts(None))
         self.plan = plan_steps(query, parts, self._shapes["keys"][1], scale, kernel, storage.version, self._tail_limit)
         return self.run_plan(query, self._length, scale)
-
-    @property
-    def _records_queries(self) -> bool:
-        """True if the codec of later tokens is fitted to queries of these."""
-        return False
 
     def on_exact_attention(self, call: AttentionCall) -> None:
         self._learn_padding(call.mask)
@@ -533,7 +539,8 @@ class CompressedLayer(LazyLayer, Generic[AnySegment, AnyCodec]):
         self.set_padding(state.padding)
         storage: LayerStorage[AnySegment] = LayerStorage()
         storage.segments, storage.first_held = segments, state.held_start
-        storage.set_prefix(state.prefix, None if state.prefix is None else int(state.prefix.end.max()))
+        # A copy, as the state may be that of another layer, which changes its own prefix
+        storage.set_prefix(None if state.prefix is None else replace(state.prefix))
         if state.buffer is not None:
             storage.tail = ExactTail(state.buffer.keys, state.buffer.values, self.policy.residual_length)
         self.storage, self.plan = storage, None

@@ -183,21 +183,16 @@ class DevicePlan(StepPlan, Generic[AnySegment]):
         recent: AnySegment | None,
     ) -> list[tuple[CountedPart, torch.Tensor | int]]:
         """List prefix and segments with all their capacity, and the positions of their tokens or of the first."""
-        parts: list[Any] = list(packed_parts)
         starts: list[torch.Tensor | int] = []
         if storage.prefix is not None and storage.prefix.num_slots:
             starts.append(storage.prefix.positions)
         starts += [segment.start for segment in storage.segments if segment.length]
+        parts: list[tuple[Any, torch.Tensor | int]] = list(zip(packed_parts, starts, strict=True))
         if recent is not None and recent.length:
-            del parts[-1], starts[-1]
-        if opened.length:
-            newest = parts.pop()
-            del starts[-1]
-        else:
-            newest = self._part(opened)
-        parts.append(self._counted(newest, opened.capacity * opened.chunk_length, 0))
-        starts.append(opened.start)
-        return list(zip(parts, starts, strict=True))
+            parts.pop()
+        newest = parts.pop()[0] if opened.length else self._part(opened)
+        parts.append((self._counted(newest, opened.capacity * opened.chunk_length, 0), opened.start))
+        return parts
 
     def _counted(self, part: CountedPart, capacity: int, counter: int) -> CountedPart:
         """Return a part of all capacity, whose tokens in use the device counts."""

@@ -88,8 +88,9 @@ class ExactPrefix:
         return self.start + self.count
 
     def truncate(self, length: int) -> None:
-        """Drop tokens at position `length` and beyond."""
-        self.count = torch.minimum(self.count, (length - self.start).clamp(min=0))
+        """Drop tokens at position `length` and beyond. A sequence without tokens before it begins there."""
+        self.start = self.start.clamp(max=length)
+        self.count = torch.minimum(self.count, length - self.start)
         self.is_uniform = self.is_uniform and length >= self.num_slots
 
     def stop(self) -> int:

@@ -59,6 +59,7 @@ class GroupLayer(CompressedLayer[GroupSegment, GroupCodec]):
         padding = self._left_padding.on_host(self.batch_size)
         num_real = [length - count for count in padding.tolist()]
         num_packed = [self._num_packed(count, is_prompt=True) for count in num_real]
+        # Tokens beyond whole groups, and sinks; padding may be longer than the sequence so far
         num_exact = [
             max(real - packed, min(self.policy.num_sink_tokens, real), 0)
             for real, packed in zip(num_real, num_packed, strict=True)

@@ -71,7 +71,8 @@ def replace_full_attention(
     for index, layer in enumerate(own):
         if isinstance(layer, DynamicSlidingWindowLayer):
             windowed = make_windowed(index, layer.sliding_window)
-            made |= {} if windowed is None else {index: windowed}
+            if windowed is not None:
+                made[index] = windowed
         elif isinstance(layer, DynamicLayer):
             made[index] = make_layer(index)
     if not made:

@@ -128,7 +128,7 @@ def _check_order(state: LayerState, sliding_window: int | None, path: str) -> No
     elif state.held_start:
         if position < state.held_start:
             raise ValueError(f"`{path}`: there are tokens before those that were evicted")
-    # A sequence may begin behind all tokens, if `crop` has cut it to its padding
+    # A sequence that has padding alone so far may begin behind all tokens
     elif bool(((prefix.end < position) | (prefix.end > exact_start) & (prefix.count > 0)).any()):
         raise ValueError(f"`{path}`: the exact tokens in front do not reach to those behind them, or go beyond")
     for block in state.blocks:

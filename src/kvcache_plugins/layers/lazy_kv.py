@@ -24,6 +24,7 @@ from weakref import ref
 import torch
 import torch.nn.functional as F
 
+from kvcache_plugins.formats.parts import SIDES
 from kvcache_plugins.kernels.attention_call import AttentionCall
 
 from .attention_steps import (
@@ -37,13 +38,13 @@ from .attention_steps import (
     Scores,
     Stored,
     functions,
+    multiply_with_queries,
 )
 from .latent_attention import LATENT_STEPS, LatentAttention
 from .torch_contexts import in_caller_context, without_caller_contexts, without_gradients
 
 
 KEYS, VALUES = Stored("keys"), Stored("values")
-SIDES = ("keys", "values")
 _DENSE_GETTERS = {"T", "H", "mT", "mH", "real", "imag", "data", "grad"}
 _METADATA_FUNCTIONS = functions("size", "dim", "numel", "__len__", "element_size", "is_floating_point", "__hash__")
 
@@ -200,8 +201,11 @@ class LazyKV(torch.Tensor):
         if is_lazy and not (kwargs.get("attn_mask") is not None or kwargs.get("is_causal") or kwargs.get("dropout_p")):
             # Inlined, as each decoded token takes this way in each layer
             query, keys, values = args
-            is_stored = isinstance(keys.meaning, Stored) and isinstance(values.meaning, Stored)
-            if is_stored and keys.source is values.source and not keys.source and not keys.is_exact:
+            of_keys = keys.meaning
+            of_values = values.meaning
+            is_stored = isinstance(of_keys, Stored) and isinstance(of_values, Stored)
+            is_pair = is_stored and of_keys.side == "keys" and of_values.side == "values"
+            if is_pair and keys.source is values.source and not keys.source and not keys.is_exact:
                 output = keys.source.layer.run_plan(query, keys.shape[2], kwargs.get("scale"))
                 if output is not None:
                     return output
@@ -350,7 +354,8 @@ def _follow(func: Function, args: Arguments, kwargs: KeywordArguments) -> Any:
         given = args[::-1]
     first = next((each for each in given if isinstance(each, LazyKV)), None)
     step = None if first is None else _STEPS.get((func, type(first.meaning)))
-    if step is None:
+    # Queries alone come before what is lazy
+    if step is None or (first is not given[0] and step is not multiply_with_queries):
         return None
     try:
         made = step(*given, **kwargs)

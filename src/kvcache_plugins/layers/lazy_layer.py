@@ -61,10 +61,16 @@ class LeftPadding:
         self._ends: tuple[int, int] | None = None
         self._total = 0
 
-    def given_counts(self, device: torch.device) -> torch.Tensor | None:
-        """Return the counts of the given mask, if there is one and neither attention nor a caller has shown them."""
+    def given_counts(self, batch_size: int, device: torch.device) -> torch.Tensor | None:
+        """
+        Return the counts of the given mask, if there is one and neither attention nor a caller has shown them. Raise a
+        `ValueError` if the mask is of another number of sequences than the prompt, `batch_size`.
+        """
         if self._given_mask is None or self.is_shown or self.counts is not None:
             return None
+        if len(self._given_mask) != batch_size:
+            own = len(self._given_mask)
+            raise ValueError(f"`attention_mask` of the cache is of {own} sequences, but the prompt of {batch_size}")
         return (self._given_mask.to(device).cumsum(dim=1) == 0).sum(dim=1)
 
     def ends(self) -> tuple[int, int]:
@@ -95,7 +101,7 @@ class LeftPadding:
         if self.counts is None or self.ends()[1] <= start:
             return None
         tokens = torch.arange(start, start + count, dtype=torch.int64, device=device)
-        return tokens >= self.first_tokens(1, device)
+        return tokens >= self.counts.to(device)[:, None]
 
 
 class UncommittedPrompt(NamedTuple):
@@ -243,12 +249,19 @@ class LazyLayer(CacheLayerMixin):
         return states
 
     def _update(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        if self.is_initialized and key_states.dtype is not self.dtype:
-            key_states, value_states = self._as_stored(key_states, value_states)
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
+        key_shape, value_shape = key_states.shape, value_states.shape
+        if len(key_shape) != 4 or len(value_shape) != 4 or key_shape[::2] != value_shape[::2]:
+            raise ValueError(
+                f"layer {self.layer_idx}: keys and values of the same tokens have to be of shape [batch_size, heads, "
+                f"tokens, head_dim], but got {list(key_shape)} and {list(value_shape)}"
+            )
         if self._length:
+            if key_states.dtype is not self.dtype:
+                key_states, value_states = self._as_stored(key_states, value_states)
             self._check_continues(key_states, value_states)
+        else:
+            # Again after a crop of all tokens, as the next prompt may be of another model
+            self.lazy_initialization(key_states, value_states)
         self.handed_out.read_scores()
         if key_states.device != self.device:
             self._move_to(key_states.device)
@@ -259,8 +272,6 @@ class LazyLayer(CacheLayerMixin):
         self._before_update()
         is_first, count = self._length == 0, key_states.shape[2]
         self._num_new = count
-        if is_first:
-            self._set_batch_size(key_states.shape[0])
         exact = (key_states, value_states) if is_first else None
         # Stored tensors would otherwise keep the graph of every update alive
         self.handed_out.has_gradients = key_states.requires_grad or value_states.requires_grad
@@ -306,8 +317,12 @@ class LazyLayer(CacheLayerMixin):
         same tokens, and return all.
         """
         held = self._index.get("keys")
-        self._index["keys"] = indexer_key_states if held is None else torch.cat([held, indexer_key_states], dim=-2)
-        return self._index["keys"]
+        if held is not None:
+            # Without keys of an update that was refused
+            indexer_key_states = torch.cat([held[..., : self._length, :], indexer_key_states], dim=-2)
+        # Without the graph of its update, which the returned ones have
+        self._index["keys"] = indexer_key_states.detach()
+        return indexer_key_states
 
     # Name of the method in one model family
     update_index = update_indexer
@@ -465,19 +480,34 @@ class LazyLayer(CacheLayerMixin):
             return
         keys, values, _ = self._uncommitted_prompt
         is_first = self._length == keys.shape[2]
-        given = self._left_padding.given_counts(self.device)
-        if given is not None:
-            self.set_padding(given)
-        elif not self._left_padding.is_shown:
-            self._counters["prompts_without_mask"] += 1
         try:
+            given = self._left_padding.given_counts(self.batch_size, self.device)
+            if given is not None:
+                self.set_padding(given)
+            elif not self._left_padding.is_shown:
+                self._counters["prompts_without_mask"] += 1
             self._store_prompt(keys, values, is_first=is_first)
         except (ValueError, MemoryError):
-            # Undo the update
-            self._length -= keys.shape[2]
-            self._uncommitted_prompt = None
+            self._drop_uncommitted()
             raise
         self._uncommitted_prompt = None
+
+    def _drop_uncommitted(self) -> None:
+        """Take back the update of an uncommitted prompt."""
+        assert self._uncommitted_prompt is not None
+        length = self._length - self._uncommitted_prompt.keys.shape[2]
+        if not length:
+            self._empty()
+            return
+        self._uncommitted_prompt = None
+        self._num_new = 0
+        self._shorten(length)
+
+    def _empty(self) -> None:
+        """Forget everything but the counters."""
+        counters = self._counters
+        self._clear()
+        self._counters = counters
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the newest `-tokens_to_remove` tokens; 0 changes nothing."""
@@ -497,9 +527,7 @@ class LazyLayer(CacheLayerMixin):
         self.commit_prompt()
         self.handed_out.keep(self)
         if count == self._length:
-            counters = self._counters
-            self._clear()
-            self._counters = counters
+            self._empty()
             return
         self._drop_newest(count)
         self._num_new = max(self._num_new - count, 0)

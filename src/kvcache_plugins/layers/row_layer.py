@@ -31,6 +31,7 @@ from kvcache_plugins.codecs.codec import Codec, QueryMoments, Sample
 from kvcache_plugins.files.schema import MAX_INTEGER
 from kvcache_plugins.formats.parts import OpaqueRowPart, RowPart
 from kvcache_plugins.formats.positions import Positions
+from kvcache_plugins.kernels.attention_call import AttentionCall
 from kvcache_plugins.kernels.c_structs import TILE
 from kvcache_plugins.kernels.engine import MAX_NUM_QUERIES
 
@@ -63,6 +64,16 @@ class Split(NamedTuple):
     num_exact: torch.Tensor
     first: int
     unfitted: torch.Tensor
+
+
+class Fit(NamedTuple):
+    """Attributes of a layer that a fit changes, as they were before: restored if tokens cannot be stored."""
+
+    codec: Codec | None
+    unfitted_sequences: torch.Tensor | None
+    moments: QueryMoments | None
+    newest_queries: list[torch.Tensor]
+    prefix: ExactPrefix | None
 
 
 class RowLayer(CompressedLayer[RowSegment, Codec]):
@@ -121,24 +132,26 @@ class RowLayer(CompressedLayer[RowSegment, Codec]):
             self._evict_out_of_window()
 
     def _commit(self, keys: torch.Tensor, values: torch.Tensor, *, is_prompt: bool) -> None:
-        num_exact = keys.shape[2]
-        start = self._length - num_exact
+        exact_start = self._length - keys.shape[2]
+        # Position from which on tokens may be packed
+        start = exact_start
         is_first = self.codec is None
+        before = Fit(self.codec, self._unfitted_sequences, self._moments, self._newest_queries, self.storage.prefix)
         first_end = None
         fitted = None
         num_kept = 0
         if self.policy.keeps_whole_tail or not (is_prompt or is_first):
-            num_kept = min(self.policy.num_kept, num_exact)
+            num_kept = min(self.policy.num_kept, keys.shape[2])
+        num_old = keys.shape[2] - num_kept
         if is_first:
-            num_old = num_exact - num_kept
             split = self._split(num_old)
             if split is None:
-                self._set_tail(keys, values, num_exact)
+                self._set_tail(keys, values, keys.shape[2])
                 return
             first_end = self._fit(keys[:, :, :num_old], values[:, :, :num_old], split)
             start = split.first
         elif self._unfitted_sequences is not None:
-            self._fit_late_sequences(keys[:, :, : num_exact - num_kept], values[:, :, : num_exact - num_kept], start)
+            self._fit_late_sequences(keys[:, :, :num_old], values[:, :, :num_old], start)
         elif self._length >= self._next_fit:
             fitted = self._fit_again(keys, values, start)
         # Tokens that no later query sees are not packed, and no padding that all sequences have
@@ -147,20 +160,24 @@ class RowLayer(CompressedLayer[RowSegment, Codec]):
         first = first_seen
         if self.padding is not None:
             first = min(max(first, self._left_padding.ends()[0]), self._length)
-        skipped = num_exact - (self._length - first)
-        count = max(self._length - first - num_kept, 0)
+        count = max(self._length - num_kept - first, 0)
         if count:
-            tokens = slice(skipped, skipped + count)
+            tokens = slice(first - exact_start, num_old)
             try:
                 self._pack(keys[:, :, tokens], values[:, :, tokens], first, first_end, fitted, is_prompt=is_prompt)
             except ValueError:
-                if is_first:
-                    self.codec = self._unfitted_sequences = None
-                    self.storage.set_prefix(None)
+                self._restore_fit(before)
                 raise
         if first_seen > start:
             self._mark_evicted(first_seen)
-        self._set_tail(keys, values, num_exact - skipped - count)
+        self._set_tail(keys, values, self._length - first - count)
+
+    def _restore_fit(self, before: Fit) -> None:
+        self.codec = before.codec
+        self._unfitted_sequences = before.unfitted_sequences
+        self._moments = before.moments
+        self._newest_queries = before.newest_queries
+        self.storage.set_prefix(before.prefix)
 
     def _split(self, length: int) -> Split | None:
         """Divide a first prompt, or return `None` if all sequences are too short to fit the codec."""
@@ -388,6 +405,7 @@ class RowLayer(CompressedLayer[RowSegment, Codec]):
         if newest.is_recent != (self._recent_codec is not None) or newest.stop != start or start < storage.prefix_stop:
             return False
         num_requantized = self._num_to_requantize(newest.length + count) if newest.is_recent else 0
+        # Oldest recent rows join the segment before, if it takes rows; rows of the tail stay recent
         older = storage.segments[-2] if num_requantized and len(storage.segments) > 1 else None
         if num_requantized and (older is None or not older.is_open or not older.length):
             return False
@@ -481,9 +499,7 @@ class RowLayer(CompressedLayer[RowSegment, Codec]):
                 "`activate_past_recording()` of the cache before the tokens that are to be taken back"
             )
         if is_uncommitted:
-            self._uncommitted_prompt = None
-            self._shorten(self._length - count)
-            self._num_new = 0
+            self._drop_uncommitted()
             return
         super().crop_tokens(count)
 
@@ -505,6 +521,17 @@ class RowLayer(CompressedLayer[RowSegment, Codec]):
     @property
     def _num_recorded_queries(self) -> int:
         return self.policy.num_recorded_queries if self._uses_queries else 0
+
+    def on_exact_attention(self, call: AttentionCall) -> None:
+        """See `LazyLayer.on_exact_attention`. Queries of a prompt that is refused are not kept."""
+        moments = self._moments
+        newest_queries = self._newest_queries
+        try:
+            super().on_exact_attention(call)
+        except ValueError:
+            self._moments = moments
+            self._newest_queries = newest_queries
+            raise
 
     def _record_queries(self, query: torch.Tensor) -> None:
         if query.shape[2] > 1 or self._uncommitted_prompt is not None or self.padding is not None:

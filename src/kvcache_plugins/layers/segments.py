@@ -21,9 +21,10 @@ from .exact_tokens import TensorFunction
 
 # Name of the rows of a side in a layer's state; groups have the names of `QuantizedChunks`
 ROWS = "rows"
-# Growth: an append of at most 1/64 of a segment reserves about 1/256 of its rows, a larger one reserves nothing. Spare
-# rows are memory too, and moving rows is cheap
-_MOST_REPEATED, _LEAST_ROOM = 64, 256
+# An append of at most 1/64 of a segment's rows, which others like it will follow, also reserves room for them: about
+# 1/256 of the rows. A larger one reserves nothing. Spare rows are memory too, and moving rows is cheap
+_SMALL_SHARE = 64
+_ROOM_SHARE = 256
 # Growth of recent rows, in rows
 _RECENT_STEP = 4
 # Category of each stored tensor in a memory report
@@ -169,8 +170,9 @@ class RowSegment(Segment[torch.Tensor]):
             return KeptRows((self.keys, self.values), 0, length, self.capacity)
         if self.is_recent:
             capacity = -(-total // _RECENT_STEP) * _RECENT_STEP
-        elif count <= length // _MOST_REPEATED:
-            capacity += max(count, length // _LEAST_ROOM // count * count)
+        elif count <= length // _SMALL_SHARE:
+            num_appends = max(length // _ROOM_SHARE // count, 1)
+            capacity += num_appends * count
         capacity = max(total, capacity if most is None else min(capacity, most))
         return KeptRows((self.keys, self.values), num_dropped, length, capacity)
 

@@ -384,13 +384,18 @@ class StaticLayer(CompressedLayer[AnySegment, AnyCodec]):
         self._prepare_steps()
 
     def share(self) -> Iterator[torch.Tensor]:
-        # Storage of the last plan may be shared
-        self._device_plan = None
+        # Its storage may be shared
+        self._drop_device_plan()
         yield from super().share()
 
     def _map_stored(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        self._device_plan = None
+        self._drop_device_plan()
         super()._map_stored(function)
+
+    def _drop_device_plan(self) -> None:
+        """Drop the newest plan, after its counters were read."""
+        self._sync_lengths()
+        self._device_plan = None
 
     def get_seq_length(self) -> Any:
         """See `LazyLayer.get_seq_length`; in a graph on the device, as Transformers' own static layers have it."""

@@ -114,14 +114,16 @@ class CompiledPlan(PreparedCall, StepPlan):
             self._encoder = encoder
         if encoder is None:
             return None
-        is_moved = tail.capacity_without(count) == tail.capacity
-        rows = encoder.append(states, count, start, growth[0], is_moved * num_kept, growth[1])
-        if rows is not None:
-            if is_moved:
-                tail.length -= count
-            else:
-                with torch.inference_mode(False):
-                    tail.drop_first(count)
+        # Without a change of capacity the kernel moves the tokens that stay to the front
+        keeps_storage = tail.capacity_without(count) == tail.capacity
+        rows = encoder.append(states, count, start, growth[0], num_kept if keeps_storage else 0, growth[1])
+        if rows is None:
+            return None
+        if keeps_storage:
+            tail.length -= count
+        else:
+            with torch.inference_mode(False):
+                tail.drop_first(count)
         return rows
 
     def replace_rows(self, parts: Sequence[RowPart | OpaqueRowPart], version: int) -> bool:

@@ -87,6 +87,7 @@ class LayerStorage(Generic[AnySegment]):
             newest.truncate(stop - newest.start)
         if self.prefix is not None:
             self.prefix.truncate(stop)
+            self.prefix_stop = min(self.prefix_stop, stop)
 
     def mark_evicted(self, position: int, *, keeps_prefix: bool) -> None:
         """Record that tokens before `position` were evicted; drop the prefix if it ends there."""

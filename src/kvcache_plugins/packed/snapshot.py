@@ -162,6 +162,8 @@ def state_of(layer: CacheLayerMixin, index: int) -> State:
 
 
 def _num_held(layer: DynamicLayer, length: int) -> int:
-    """Return how many of `length` tokens a layer holds: those that the next token sees."""
-    window = getattr(layer, "sliding_window", 1) if layer.is_sliding else 1
-    return length if window == 1 else min(length, window - 1)
+    """Return how many of `length` tokens a layer holds: all, or in a window those that the next token sees."""
+    # With a window of one token Transformers drops none
+    if not isinstance(layer, DynamicSlidingWindowLayer) or layer.sliding_window == 1:
+        return length
+    return min(length, layer.sliding_window - 1)
