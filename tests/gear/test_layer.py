@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from feeding import HEAD_DIM, NUM_HEADS, feed, states
 
+from kvcache_plugins.contract.comparison import reachable_bytes
 from kvcache_plugins.gear import GEARCache
 from kvcache_plugins.layers.group_layer import GroupLayer
 
@@ -147,6 +148,8 @@ def test_growth_copies_rarely():
     assert layer.storage.segments[1].num_chunks == 63
     assert layer.storage.segments[1].keys.num_chunks == 64
     assert len(addresses) <= 7
+    # Capacity that is not in use is memory too
+    assert sum(tensor.nbytes for _, tensor in layer.named_tensors()) == reachable_bytes(layer)
 
 
 def test_a_long_later_update_is_compressed_like_a_prompt():

@@ -1,5 +1,6 @@
 """`reuse`: a cache continues from the beginning that it shares with an edited conversation."""
 
+import copy
 from contextlib import contextmanager
 
 import pytest
@@ -9,6 +10,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from kvcache_plugins import create_cache
 from kvcache_plugins.custom_generate import attached
+from kvcache_plugins.eval.tiny_models import build_family
 
 
 CACHES = ["transform", "gear-2bit", "kivi-2bit", "turboquant-4bit", "infinigen", "h2o"]
@@ -166,6 +168,24 @@ def test_windows_crop_back_as_far_as_they_record(tiny_model, architecture, optio
         # A text that only grows is continued all the same
         longer = torch.cat([continued, new], dim=1)
         assert cache.reuse(longer, continued) == continued.shape[1] - 1
+
+
+@pytest.mark.parametrize("kind", ["window", "convolution"])
+def test_states_that_began_to_be_recorded_go_back_to_that_token_alone(tiny_model, kind):
+    model = tiny_model("gemma3-hybrid") if kind == "window" else build_family("lfm2_moe")
+    prompt, new = random_ids(65, 5)
+    cache, plain = create_cache("transform", model), create_cache("transform", model)
+    with torch.no_grad():
+        for each in (cache, plain):
+            model(prompt[:, :60], past_key_values=each)
+        cache.activate_past_recording()
+        model(prompt[:, 60:], past_key_values=cache)
+        for num_shared, num_kept in ((59, 0), (60, 60)):
+            edited = torch.cat([prompt[:, :num_shared], new], dim=1)
+            copied = copy.deepcopy(cache)
+            assert copied.reuse(edited, prompt) == num_kept == copied.get_seq_length()
+        logits, expected = (model(new, past_key_values=each).logits for each in (copied, plain))
+    torch.testing.assert_close(logits, expected)
 
 
 @pytest.mark.parametrize("kind", ["qwen3_5_text", "lfm2", "falcon_h1"])

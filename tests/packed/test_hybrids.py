@@ -113,7 +113,7 @@ def test_a_store_equals_reading_in_blocks(tmp_path, family, name):
 @of_each
 def test_states_after_chunks_of_generate_are_stored(tmp_path, family, name):
     model = build_family(family)
-    ids, texts = prompt(model, 300, 1), []
+    ids, runs = prompt(model, 300, 1), []
     for num_saved in (0, 1):
         store = PromptStore(tmp_path, block_tokens=64)
         cache = store.cache_for(model, ids, name)
@@ -121,8 +121,17 @@ def test_states_after_chunks_of_generate_are_stored(tmp_path, family, name):
         assert store.stats()["tokens_saved"] == num_saved * (299 // length * length)
         run = generate(model, cache, ids, None, 4, None, length)
         assert store.keep(cache, ids) == (1 - num_saved) * (300 // length)
-        texts.append(run.tokens)
-    assert torch.equal(*texts)
+        runs.append(run)
+    first, again = runs
+    assert torch.equal(first.tokens, again.tokens) and torch.equal(first.logits, again.logits)
+    # Every block has the states of its own end, which later forwards wrote over
+    mixed = torch.cat([ids[:, :140], prompt(model, 20, 8)], dim=1)
+    cache = PromptStore(tmp_path, block_tokens=64).cache_for(model, mixed, name)
+    assert cache.get_seq_length() == 140 // length * length
+    plain = create_cache(name, model, **({"sliding": "dense"} if name == "transform" else {}))
+    for stop in range(length, 141, length):
+        read(model, plain, mixed, stop)
+    assert torch.equal(decode(model, cache, mixed), decode(model, plain, mixed))
 
 
 @of_each
@@ -247,6 +256,20 @@ def test_a_file_loaded_in_inference_mode_continues_in_any(tmp_path):
     with torch.inference_mode():
         loaded = type(cache).load(tmp_path / "cache", model)
     assert torch.equal(decode(model, loaded, ids), decode(model, cache, ids))
+
+
+@pytest.mark.parametrize("length", [2, LENGTH])
+def test_a_file_saved_while_the_past_is_recorded_holds_the_newest_states(tmp_path, length):
+    model = build_family("lfm2_moe")
+    ids = prompt(model, length + 9, 1)
+    # Recorded convolutions of 2 tokens are shorter than the kernel, those of more are longer
+    cache, plain = create_cache("transform", model), create_cache("transform", model)
+    cache.activate_past_recording()
+    for each in (cache, plain):
+        read(model, each, ids, length)
+    cache.save(tmp_path / "cache", model)
+    loaded = type(cache).load(tmp_path / "cache", model)
+    assert torch.equal(decode(model, loaded, ids), decode(model, plain, ids))
 
 
 def test_kernels_of_hybrid_layers_are_compiled_ahead() -> None:

@@ -204,6 +204,15 @@ def test_padding_is_no_part_of_a_later_fit():
         assert padded < 2 * whole
 
 
+def test_tokens_before_the_newest_2048_are_no_part_of_a_later_fit():
+    layer, (keys, values) = make_layer(), states(1, 2450)
+    for side in (keys, values):
+        side[:, :, :400] *= 100
+    feed_in(layer, keys, values, [600, 1850])
+    assert layer.codec.fitted_length == 2450
+    assert all(side_format.deviation.mean() < 2 for side_format in layer.codec.formats())
+
+
 def test_forged_tables_of_blocks_are_refused():
     layer = make_layer()
     feed_in(layer, *states(1, 380), [80, 300])
