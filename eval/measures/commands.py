@@ -5,6 +5,7 @@ Help reads this module, so it imports nothing heavy at the top: a command import
 
 import math
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,14 +15,6 @@ from kvcache_plugins.console import inputs
 from kvcache_plugins.console.display import track_progress
 from kvcache_plugins.eval.benchmark import benchmark, loaded_settings
 from kvcache_plugins.eval.rows import Found, Settings
-from kvcache_plugins.registry import register_cache
-
-
-register_cache(
-    "inexact",
-    "kvcache_plugins.eval.inexact_cache:InexactCache",
-    summary="dense states with random errors of as many bits, to compare with",
-)
 
 
 @benchmark("fidelity", "{model} on {text_file}: {windows} x {scored} tokens scored after {prefix}, fewest bytes first")
@@ -39,6 +32,10 @@ def evaluate_fidelity(
     batch: Annotated[int, typer.Option(help="Windows decoded side by side: the same figures, sooner.", min=1)] = 1,
     stretch: Annotated[
         int | None, typer.Option(help="Report KL also by stretches of so many scored tokens, and its trend.", min=1)
+    ] = None,
+    random_errors: Annotated[
+        list[float] | None,
+        typer.Option(help="Compare with a dense cache with random errors of so many bits; repeatable.", min=0),
     ] = None,
     dtype: inputs.DtypeOption = None,
     device: inputs.DeviceOption = None,
@@ -63,6 +60,7 @@ def evaluate_fidelity(
     from transformers import set_seed
 
     from kvcache_plugins.eval import harness
+    from kvcache_plugins.eval.inexact_cache import InexactCache
 
     from .fidelity import fidelity_fields, measure_fidelity
 
@@ -72,6 +70,9 @@ def evaluate_fidelity(
     yield from loaded_settings(loaded)
     yield Settings(device=loaded.device.type)
     factories = harness.cache_factories(cache, loaded)
+    for nbits in random_errors or ():
+        name = f"random errors of {nbits:g} bits"
+        factories[name] = partial(InexactCache, loaded, key_nbits=nbits, value_nbits=nbits)
     set_seed(seed)
     if own:
         writer: Any = loaded

@@ -12,6 +12,7 @@ from transformers.cache_utils import DynamicLayer
 
 from kvcache_plugins import create_cache
 from kvcache_plugins.console import inputs
+from kvcache_plugins.eval.inexact_cache import InexactCache
 from kvcache_plugins.eval.measures.fidelity import (
     WindowScore,
     continuation_logits,
@@ -272,3 +273,9 @@ def test_perplexity_of_unscorable_inputs_is_an_error(tiny_llama: PreTrainedModel
     score_text(tiny_llama, draw(9), cache, 1)
     with pytest.raises(ValueError, match="fresh, empty cache"):
         score_text(tiny_llama, draw(9), cache, 1)
+
+
+def test_random_errors_of_fewer_bits_are_farther_off(tiny_llama, windows):
+    factories = {nbits: partial(InexactCache, tiny_llama, key_nbits=nbits, value_nbits=nbits) for nbits in (8, 3)}
+    results = measure_fidelity(tiny_llama, windows, factories, prefix_length=PREFIX)
+    assert 0 < results[8].kl < results[3].kl / 100
