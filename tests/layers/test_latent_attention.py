@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from kvcache_plugins import TransformCodingCache
+from kvcache_plugins import TransformCodingCache, create_cache
 from kvcache_plugins.kernels.attention_call import AttentionCall
 from kvcache_plugins.layers.latent_attention import LatentAttention
 from kvcache_plugins.layers.lazy_kv import LazyKV
@@ -117,3 +117,10 @@ def test_writes_into_keys_persist(layer, weight):
     query = torch.randn(2, HEADS, 1, NOPE + ROTARY)
     outputs = [by_sdpa(query, *each, None) for each in made]
     assert torch.allclose(*outputs, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["transform", "gear", "kivi-2bit", "kvarn-k4v4", "llamacpp-q8_0"])
+def test_values_without_channels_are_refused_by_caches_that_code(name):
+    """Of latent attention without a rotary part, as in GLM-5 Next."""
+    with pytest.raises(ValueError, match="keys of 32 and values of 0 channels cannot be coded"):
+        create_cache(name).update(torch.randn(1, 1, 80, 32), torch.randn(1, 1, 80, 0), 0)

@@ -36,6 +36,12 @@ class LayerPolicy(Generic[AnyCodec]):
 
     def codec(self, key_dim: int, value_dim: int) -> AnyCodec:
         """Make the codec of a layer's heads, not fitted yet; a `ValueError` if options do not fit them."""
+        if not key_dim or not value_dim:
+            # Latent attention without a rotary part has values without channels
+            raise ValueError(
+                f"keys of {key_dim} and values of {value_dim} channels cannot be coded: choose `infinigen`, `h2o` or "
+                "`dynamic` for this model"
+            )
         return self.make_codec(key_dim, value_dim)
 
     @property
