@@ -20,6 +20,7 @@ from transformers.generation.continuous_batching.offloading_manager import Offlo
 
 from kvcache_plugins import PromptStore
 from kvcache_plugins.batching import compressed_batching
+from kvcache_plugins.batching.page_store import PageStore
 from kvcache_plugins.batching.paged_allocator import BatchingCounters, CodedAllocator, PageCodecConfig, _fit_page
 from kvcache_plugins.batching.paged_states import PagedStates
 from kvcache_plugins.codecs.rows import RowCodec, SharedFormats
@@ -194,6 +195,21 @@ def test_pages_on_disk_continue_those_in_memory(tiny_llama, random_windows, tmp_
     (_, text_of_second), loaded = answer(prompt[:100], prompt)
     assert loaded == [64, 128] and text_of_second == text_of_both
     assert answer(prompt[:128])[1] == [64]
+
+
+def test_pages_of_other_tables_are_not_read(tiny_llama, random_windows, tmp_path):
+    windows, stores = random_windows(2, 152), []
+    for ids in windows:
+        cache = create_cache("transform", tiny_llama)
+        with torch.no_grad():
+            tiny_llama(ids[None], past_key_values=cache)
+        codecs = {index: layer.codec for index, layer in enumerate(cache.layers)}
+        stores.append(PageStore(PromptStore(tmp_path), tiny_llama, codecs, 4, 16))
+    token_ids = windows[0].tolist()
+    stores[0].write(token_ids, 64, {number: [None] * len(codecs) for number in range(2)})
+    assert [block.start for block in stores[0].read(token_ids, 64, 0, 9)] == [0, 64]
+    assert [block.start for block in stores[0].read(token_ids, 64, 1, 9)] == [64]
+    assert stores[1].read(token_ids, 64, 0, 9) == []
 
 
 def test_forged_pages_are_read_again(smollm2, prompts, tmp_path):
