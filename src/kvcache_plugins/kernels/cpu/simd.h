@@ -111,8 +111,8 @@ INLINE float largest_of(vf v) {
 #endif
 }
 
-/* 1.5 * 2^23: added to a float of at most 2^22, it leaves the nearest integer in the lowest bits, and
-   subtracted again as the float. */
+/* 1.5 * 2^23: added to a float of at most 2^22, it leaves the nearest integer in the lowest bits,
+   and subtracted again as the float. */
 #define ROUNDING 12582912.0f
 
 /* exp(x) of x <= 0, relative error about 1e-7; 0 below -87 and for -inf. */
