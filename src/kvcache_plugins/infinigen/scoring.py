@@ -30,7 +30,7 @@ from .pool import TokenPool
 _NUM_FITTED = 512
 _TINY = 1e-6
 # Largest scale, a float16
-_LARGEST = 65504.0
+_LARGEST = torch.finfo(torch.float16).max
 # Four levels represent a Gaussian best with steps of about its spread
 _TWO_BIT_STEP = 1.0
 
