@@ -173,8 +173,8 @@ class TokenSlots:
     def append(self, keys: torch.Tensor, values: torch.Tensor, start: int) -> None:
         """Add tokens `[B, H, new tokens, D]` from position `start` on, with weights of zero."""
         num_new = keys.shape[2]
-        self.num_used += num_new
-        if (missing := self.num_used - self.positions.shape[2]) > 0:
+        missing = self.num_used + num_new - self.positions.shape[2]
+        if missing > 0:
             self.map(lambda tensor: F.pad(tensor, (*[0, 0] * (tensor.dim() - 3), 0, missing), value=FREE))
         # Free slots have the lowest position, and `argmin` is faster than `topk` of one
         if num_new == 1:
@@ -182,10 +182,12 @@ class TokenSlots:
         else:
             slots = self.positions.topk(num_new, dim=2, largest=False, sorted=False).indices  # [B, H, new tokens]
         new = torch.arange(start, start + num_new, dtype=torch.int32, device=slots.device)
-        self.positions.scatter_(2, slots, new.expand(slots.shape))
         self.weights.scatter_(2, slots, 0.0)
         for stored, states in ((self.keys, keys), (self.values, values)):
             stored.scatter_(2, slots[..., None].expand(states.shape), states)
+        # Last: until then the slots are free
+        self.positions.scatter_(2, slots, new.expand(slots.shape))
+        self.num_used += num_new
 
     def evict(
         self,
@@ -209,9 +211,9 @@ class TokenSlots:
         kept = (ranks < budget) & wanted.gather(2, slots)
         # Compaction pays if an eighth of the slots would be free
         if self.positions.shape[2] > max_budget + max_budget // 8 + 8:
-            slots, kept = slots[:, :, :max_budget], kept[:, :, :max_budget]
+            slots, evicted = slots[:, :, :max_budget], ~kept[:, :, :max_budget]
             self.map(lambda tensor: tensor.gather(2, _as_index(slots, tensor)))
-            self.positions.masked_fill_(~kept, FREE)
+            self.positions.masked_fill_(evicted, FREE)
         else:
             self.positions.masked_fill_(~torch.zeros_like(wanted).scatter_(2, slots, kept), FREE)
         self.num_used = min(self.num_used, max_budget)
@@ -239,13 +241,13 @@ class TokenSlots:
         return dense.scatter_(2, _as_index(index, states), states)[:, :, :length]
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Apply `function` to every tensor."""
-        self.keys = function(self.keys)
-        self.values = function(self.values)
-        self.positions = function(self.positions)
-        self.weights = function(self.weights)
-        if self.newest_weights is not None:
-            self.newest_weights = function(self.newest_weights)
+        """Apply `function` to every tensor. If it raises, all are as they were."""
+        newest = None if self.newest_weights is None else function(self.newest_weights)
+        keys, values = function(self.keys), function(self.values)
+        positions, weights = function(self.positions), function(self.weights)
+        self.keys, self.values = keys, values
+        self.positions, self.weights = positions, weights
+        self.newest_weights = newest
 
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield every tensor with the name of its kind."""

@@ -201,8 +201,9 @@ class InfiniGenLayer(LazyLayer):
             return
         if tail.length >= self._tail_limit:
             count = tail.length - self.config.recent
+            others = tail.copy_without(count)
             self._move_to_pool(tail.keys, tail.values, count)
-            tail.drop_first(count)
+            tail.drop_first(count, others)
         # The limit changes once a codec is fitted, or padding is known
         tail.limit = self._tail_limit
 
@@ -216,8 +217,8 @@ class InfiniGenLayer(LazyLayer):
 
     def _move_to_pool(self, keys: torch.Tensor, values: torch.Tensor, count: int) -> None:
         """
-        Move the first `count` of the tokens `[B, H, tokens, D or E]` that follow those of the pool there; with a
-        `MemoryError` or `ValueError`, none.
+        Move the first `count` of the tokens `[B, H, tokens, D or E]` that follow those of the pool there. If anything
+        is raised, none move; a layer that has evicted tokens for them by then is emptied.
         """
         self.invalidate_plan()
         config = self.config
@@ -228,11 +229,19 @@ class InfiniGenLayer(LazyLayer):
         rows, parts = scoring.encode(keys, values, count, self.num_offloaded)
         if pool is None:
             pool = TokenPool(parts, config.pool_tokens, config.eviction, config.sink)
-        num_appended, taken = pool.append(parts, self.padding)
-        scoring.store(rows, num_appended, taken, pool)
+        num_tokens, num_evicted = pool.num_tokens, pool.num_evicted
+        try:
+            num_appended, taken = pool.append(parts, self.padding)
+            scoring.store(rows, num_appended, taken, pool)
+        except BaseException:
+            if pool.num_evicted == num_evicted:
+                pool.truncate(num_tokens)
+            else:
+                self._empty()
+            raise
         self.pool = pool
         self.scoring = scoring
-        self._counters["tokens_evicted"] = 0 if pool.usage is None else pool.usage.num_evicted
+        self._counters["tokens_evicted"] = pool.num_evicted
         if self._num_fetched is None:
             # From now on, so that memory does not depend on whether a token was fetched yet
             self._num_fetched = torch.zeros((), dtype=torch.int64, device=self.device)

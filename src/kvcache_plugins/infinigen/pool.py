@@ -100,6 +100,11 @@ class TokenPool:
         """True if a slot is the position of its token."""
         return self.usage is None or self.usage.in_order
 
+    @property
+    def num_evicted(self) -> int:
+        """Tokens that others have replaced, of all sequences and heads."""
+        return 0 if self.usage is None else self.usage.num_evicted
+
     def record_event(self, stream: torch.cuda.Stream) -> None:
         """Have `synchronize` wait for the work that a stream has got so far."""
         self._events[stream] = stream.record_event(self._events.get(stream))

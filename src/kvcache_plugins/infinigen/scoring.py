@@ -138,6 +138,7 @@ class Scoring(ABC):
     def _append(self, new_rows: Mapping[str, torch.Tensor]) -> None:
         used = self.length
         total = used + next(iter(new_rows.values())).shape[2]
+        self.rows = dict(self.rows)
         for name, new in new_rows.items():
             rows = self.rows.get(name)
             if rows is None or rows.shape[2] < total:
@@ -207,8 +208,9 @@ class ScoringCodes(Scoring):
         # Statistics of few tokens are replaced as long as all tokens are in the pool
         keys = torch.cat([page.split(pool.dims, dim=3)[0] for page, *_ in pool.iter_pages()], dim=2)
         self._fit(keys, num_real)
-        for name, new in self._encode(keys).items():
-            self.rows[name][:, :, : self.length] = new
+        # Rows of their own, as the layer may go back to the scoring data of before
+        spare = {name: rows[:, :, self.length :] for name, rows in self.rows.items()}
+        self.rows = {name: torch.cat([new, spare[name]], dim=2) for name, new in self._encode(keys).items()}
 
     def _fit(self, keys: torch.Tensor, num_real: int) -> None:
         """

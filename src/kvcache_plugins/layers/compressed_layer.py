@@ -223,12 +223,24 @@ class CompressedLayer(LazyLayer, Generic[AnySegment, AnyCodec]):
         self.storage.version += 1
         self.plan = None
 
-    @abstractmethod
     def _commit(self, keys: torch.Tensor, values: torch.Tensor, *, is_prompt: bool) -> None:
         """
-        Pack exact tokens `[B, H, T, D]`, all behind the packed ones; the tail keeps what cannot be packed. Leaves
-        everything as it was if tokens cannot be stored, and raises a `ValueError`.
+        Pack exact tokens `[B, H, T, D]`, all behind the packed ones; the tail keeps what cannot be packed. If anything
+        is raised (tokens that cannot be stored, no memory, an interrupt), everything is as it was.
         """
+        codec = self.codec
+        storage = self.storage.copy()
+        try:
+            self._pack_exact(keys, values, is_prompt=is_prompt)
+        except BaseException:
+            self.codec = codec
+            self.storage = storage
+            self.invalidate_plan()
+            raise
+
+    @abstractmethod
+    def _pack_exact(self, keys: torch.Tensor, values: torch.Tensor, *, is_prompt: bool) -> None:
+        """Pack exact tokens as `_commit` does; what was changed before an error is undone by that."""
 
     def _mark_packable(self, start: int, keys: torch.Tensor, first_end: torch.Tensor | None) -> torch.Tensor | None:
         """

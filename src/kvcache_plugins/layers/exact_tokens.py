@@ -228,12 +228,16 @@ class ExactTail:
         length = self.length - count
         return min(-(-max(length, 1) // _STEP) * _STEP, max(self.limit, length))
 
-    def drop_first(self, count: int) -> None:
-        """Drop the oldest `count` tokens, and free their capacity."""
+    def copy_without(self, count: int) -> States:
+        """Copy all but the oldest `count` tokens into storage of the capacity that they need."""
         capacity = self.capacity_without(count)
         keys, values = self.keys[:, :, count:], self.values[:, :, count:]
+        return _with_capacity(keys, capacity), _with_capacity(values, capacity)
+
+    def drop_first(self, count: int, others: States | None = None) -> None:
+        """Drop the oldest `count` tokens. `others` is the storage of the others, if `copy_without` has made it."""
+        self._set(*(self.copy_without(count) if others is None else others))
         self.length -= count
-        self._reserve(keys, values, capacity)
 
     def drop_last(self, count: int) -> None:
         """Drop the newest `count` tokens."""

@@ -30,7 +30,7 @@ class GroupLayer(CompressedLayer[GroupSegment, GroupCodec]):
     policy: GroupPolicy
     max_compiled_queries = MAX_NUM_COMPILED_QUERIES
 
-    def _commit(self, keys: torch.Tensor, values: torch.Tensor, *, is_prompt: bool) -> None:
+    def _pack_exact(self, keys: torch.Tensor, values: torch.Tensor, *, is_prompt: bool) -> None:
         num_exact = keys.shape[2]
         is_first = self.codec is None
         first = self._length - num_exact
@@ -43,13 +43,7 @@ class GroupLayer(CompressedLayer[GroupSegment, GroupCodec]):
         count = self._num_packed(self._length - first, is_prompt=is_prompt)
         if count:
             tokens = slice(skipped, skipped + count)
-            try:
-                self._pack(keys[:, :, tokens], values[:, :, tokens], first, first_end, is_prompt=is_prompt)
-            except ValueError:
-                if is_first:
-                    self.codec = None
-                    self.storage.set_prefix(None)
-                raise
+            self._pack(keys[:, :, tokens], values[:, :, tokens], first, first_end, is_prompt=is_prompt)
         self._set_tail(keys, values, num_exact - skipped - count)
 
     def _begin(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[int, torch.Tensor]:
@@ -83,8 +77,7 @@ class GroupLayer(CompressedLayer[GroupSegment, GroupCodec]):
         self, keys: torch.Tensor, values: torch.Tensor, start: int, first_end: torch.Tensor | None, *, is_prompt: bool
     ) -> None:
         """
-        Encode tokens from position `start` on. If they cannot be stored, nothing changes. The prefix of a first
-        prompt ends at `first_end` `[B]`, on the CPU.
+        Encode tokens from position `start` on. The prefix of a first prompt ends at `first_end` `[B]`, on the CPU.
         """
         assert self.codec is not None
         length = keys.shape[2]
@@ -96,9 +89,9 @@ class GroupLayer(CompressedLayer[GroupSegment, GroupCodec]):
             # The codec notices, and this says, what is not finite
             check_finite(keys, values, valid, self.layer_idx)
             raise ValueError(f"layer {self.layer_idx}: {error}") from error
+        self.storage.add(GroupSegment(*chunks, start, length, is_open=not is_prompt), None)
         self._counters["tokens_compressed"] += length
         self._counters["chunks_compressed"] += num_chunks
-        self.storage.add(GroupSegment(*chunks, start, length, is_open=not is_prompt), None)
 
     def _part(self, segment: GroupSegment, mask: torch.Tensor | None) -> GroupPart:
         return GroupPart(segment.keys, segment.values, segment.length, mask)

@@ -487,7 +487,7 @@ class LazyLayer(CacheLayerMixin):
             elif not self._left_padding.is_shown:
                 self._counters["prompts_without_mask"] += 1
             self._store_prompt(keys, values, is_first=is_first)
-        except (ValueError, MemoryError):
+        except Exception:
             self._drop_uncommitted()
             raise
         self._uncommitted_prompt = None
@@ -524,17 +524,26 @@ class LazyLayer(CacheLayerMixin):
     def crop_tokens(self, count: int) -> None:
         """Remove the newest `count` tokens, at least 1 and at most all of them."""
         self.handed_out.read_scores()
-        self.commit_prompt()
+        is_uncommitted = self._is_uncommitted(count)
+        if not is_uncommitted:
+            self.commit_prompt()
         self.handed_out.keep(self)
         if count == self._length:
             self._empty()
             return
-        self._drop_newest(count)
+        if is_uncommitted:
+            self._uncommitted_prompt = None
+        else:
+            self._drop_newest(count)
         self._num_new = max(self._num_new - count, 0)
         self._index = {
             name: states[..., : max(states.shape[-2] - count, 0), :] for name, states in self._index.items()
         }
         self._shorten(self._length - count)
+
+    def _is_uncommitted(self, count: int) -> bool:
+        """Return true if the newest `count` tokens are an uncommitted prompt."""
+        return self._uncommitted_prompt is not None and self._uncommitted_prompt.keys.shape[2] == count
 
     def _shorten(self, length: int) -> None:
         """Set the number of tokens. A sequence without a real token among them is all padding."""

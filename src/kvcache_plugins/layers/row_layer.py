@@ -66,16 +66,6 @@ class Split(NamedTuple):
     unfitted: torch.Tensor
 
 
-class Fit(NamedTuple):
-    """Attributes of a layer that a fit changes, as they were before: restored if tokens cannot be stored."""
-
-    codec: Codec | None
-    unfitted_sequences: torch.Tensor | None
-    moments: QueryMoments | None
-    newest_queries: list[torch.Tensor]
-    prefix: ExactPrefix | None
-
-
 class RowLayer(CompressedLayer[RowSegment, Codec]):
     """
     A layer of rows.
@@ -132,11 +122,20 @@ class RowLayer(CompressedLayer[RowSegment, Codec]):
             self._evict_out_of_window()
 
     def _commit(self, keys: torch.Tensor, values: torch.Tensor, *, is_prompt: bool) -> None:
+        unfitted, moments, newest_queries = self._unfitted_sequences, self._moments, self._newest_queries
+        try:
+            super()._commit(keys, values, is_prompt=is_prompt)
+        except BaseException:
+            self._unfitted_sequences = unfitted
+            self._moments = moments
+            self._newest_queries = newest_queries
+            raise
+
+    def _pack_exact(self, keys: torch.Tensor, values: torch.Tensor, *, is_prompt: bool) -> None:
         exact_start = self._length - keys.shape[2]
         # Position from which on tokens may be packed
         start = exact_start
         is_first = self.codec is None
-        before = Fit(self.codec, self._unfitted_sequences, self._moments, self._newest_queries, self.storage.prefix)
         first_end = None
         fitted = None
         num_kept = 0
@@ -163,21 +162,10 @@ class RowLayer(CompressedLayer[RowSegment, Codec]):
         count = max(self._length - num_kept - first, 0)
         if count:
             tokens = slice(first - exact_start, num_old)
-            try:
-                self._pack(keys[:, :, tokens], values[:, :, tokens], first, first_end, fitted, is_prompt=is_prompt)
-            except ValueError:
-                self._restore_fit(before)
-                raise
+            self._pack(keys[:, :, tokens], values[:, :, tokens], first, first_end, fitted, is_prompt=is_prompt)
         if first_seen > start:
             self._mark_evicted(first_seen)
         self._set_tail(keys, values, self._length - first - count)
-
-    def _restore_fit(self, before: Fit) -> None:
-        self.codec = before.codec
-        self._unfitted_sequences = before.unfitted_sequences
-        self._moments = before.moments
-        self._newest_queries = before.newest_queries
-        self.storage.set_prefix(before.prefix)
 
     def _split(self, length: int) -> Split | None:
         """Divide a first prompt, or return `None` if all sequences are too short to fit the codec."""
@@ -307,7 +295,7 @@ class RowLayer(CompressedLayer[RowSegment, Codec]):
         is_prompt: bool,
     ) -> None:
         """
-        Encode tokens from position `start` on. If they cannot be stored, nothing changes.
+        Encode tokens from position `start` on.
 
         Args:
             first_end (`torch.Tensor` of shape `[B]`, *optional*): end of the prefix of a first prompt, on the CPU.
@@ -339,8 +327,6 @@ class RowLayer(CompressedLayer[RowSegment, Codec]):
         elif fitted is not None:
             # A few decoded tokens have a large part of their errors in common, whatever follows
             self._replace_codec(fitted if is_recent else fitted.with_bias_correction(rows, sample))
-        self._counters["tokens_compressed"] += keys.shape[2]
-        self._counters["chunks_compressed"] += 1
         if not is_recent and not is_first:
             self._requantize_recent()
         segment = RowSegment(*rows, start, keys.shape[2], is_recent=is_recent)
@@ -348,6 +334,8 @@ class RowLayer(CompressedLayer[RowSegment, Codec]):
         newest = self.storage.newest
         if is_recent and newest is not None:
             self._requantize_recent(self._num_to_requantize(newest.length))
+        self._counters["tokens_compressed"] += keys.shape[2]
+        self._counters["chunks_compressed"] += 1
 
     def _num_to_requantize(self, length: int) -> int:
         """Number of `length` recent tokens that get the bits of the older ones."""
@@ -463,10 +451,6 @@ class RowLayer(CompressedLayer[RowSegment, Codec]):
         length = self._length - count
         return length <= 0 or self._is_uncommitted(count) or self._first_seen(length) >= self.storage.first_held
 
-    def _is_uncommitted(self, count: int) -> bool:
-        """True if the newest `count` tokens, not all, are an uncommitted prompt."""
-        return self._uncommitted_prompt is not None and self._uncommitted_prompt.keys.shape[2] == count < self._length
-
     def crop(self, tokens_to_remove: int) -> None:
         """See `LazyLayer.crop`; a layer that records the past evicts what it need not hold any more."""
         super().crop(tokens_to_remove)
@@ -486,11 +470,7 @@ class RowLayer(CompressedLayer[RowSegment, Codec]):
                 segment.codec = None
 
     def crop_tokens(self, count: int) -> None:
-        if self.sliding_window is None:
-            super().crop_tokens(count)
-            return
-        is_uncommitted = self._is_uncommitted(count)
-        if not is_uncommitted:
+        if self.sliding_window is not None and not self._is_uncommitted(count):
             self.commit_prompt()
         if not self.can_crop(count):
             raise ValueError(
@@ -498,9 +478,6 @@ class RowLayer(CompressedLayer[RowSegment, Codec]):
                 f"{self.sliding_window} tokens has evicted tokens that were seen there: call "
                 "`activate_past_recording()` of the cache before the tokens that are to be taken back"
             )
-        if is_uncommitted:
-            self._drop_uncommitted()
-            return
         super().crop_tokens(count)
 
     # Queries that the codec is fitted to
@@ -528,7 +505,7 @@ class RowLayer(CompressedLayer[RowSegment, Codec]):
         newest_queries = self._newest_queries
         try:
             super().on_exact_attention(call)
-        except ValueError:
+        except BaseException:
             self._moments = moments
             self._newest_queries = newest_queries
             raise

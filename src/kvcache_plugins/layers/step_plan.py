@@ -116,14 +116,17 @@ class CompiledPlan(PreparedCall, StepPlan):
             return None
         # Without a change of capacity the kernel moves the tokens that stay to the front
         keeps_storage = tail.capacity_without(count) == tail.capacity
+        others = None
+        if not keeps_storage:
+            with torch.inference_mode(False):
+                others = tail.copy_without(count)
         rows = encoder.append(states, count, start, growth[0], num_kept if keeps_storage else 0, growth[1])
         if rows is None:
             return None
-        if keeps_storage:
+        if others is None:
             tail.length -= count
         else:
-            with torch.inference_mode(False):
-                tail.drop_first(count)
+            tail.drop_first(count, others)
         return rows
 
     def replace_rows(self, parts: Sequence[RowPart | OpaqueRowPart], version: int) -> bool:

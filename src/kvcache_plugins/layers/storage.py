@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from typing import Any, Generic, TypeVar
 
@@ -37,6 +38,12 @@ class LayerStorage(Generic[AnySegment]):
         self.first_held = 0
         self.version = 0
         self.set_prefix(None)
+
+    def copy(self) -> LayerStorage[AnySegment]:
+        """Return a storage of the same tensors; to pack tokens into one does not change the other."""
+        other: LayerStorage[AnySegment] = copy.copy(self)
+        other.segments = list(map(copy.copy, self.segments))
+        return other
 
     def set_prefix(self, prefix: ExactPrefix | None, stop: int | None = None) -> None:
         """Replace the prefix, which ends at `stop`: asked of the device if it is not given."""

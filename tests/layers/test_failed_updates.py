@@ -1,0 +1,106 @@
+"""Updates that run out of memory: a layer is as it was before, wherever its memory ended.
+
+Each operation of PyTorch that the package makes in an update fails once, in turn, as an allocation would.
+"""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import Cache, PreTrainedModel
+
+import kvcache_plugins
+from kvcache_plugins import create_cache
+
+
+SOURCES = str(Path(kvcache_plugins.__file__).parent)
+CACHES = ["transform", "gear-4bit:residual_length=16", "infinigen:recent=8", "infinigen-transform:recent=8", "h2o"]
+# Tokens of the updates before the one that fails, and of that one; among many single ones is a step that packs tokens
+CASES = {"prompt": ([], 100), "step": ([100, *[1] * 40], 1), "chunk": ([90, 3], 60), "later-fit": ([70, 1], 230)}
+# Tokens of the updates behind it
+AFTER = (1, 1, 8)
+# Operations that fail, at most, spread evenly; the last one always does
+MOST_FAILURES = 20
+
+
+class FailingOperations(TorchDispatchMode):
+    """Counts operations that the package makes; operation `number` fails, if there is one."""
+
+    def __init__(self, number: int | None = None):
+        super().__init__()
+        self.number = number
+        self.count = 0
+
+    def __torch_dispatch__(
+        self, function: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        frame = sys._getframe(1)
+        while frame is not None and not frame.f_code.co_filename.startswith(SOURCES):
+            frame = frame.f_back
+        if frame is not None:
+            self.count += 1
+            if self.count == self.number:
+                raise torch.OutOfMemoryError("planted")
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def one_layer(tiny_model) -> PreTrainedModel:
+    return tiny_model("llama", num_hidden_layers=1)
+
+
+def feed(model: PreTrainedModel, cache: Cache, ids: torch.Tensor, lengths: list[int]) -> torch.Tensor:
+    """Reads the tokens behind those of the cache; returns all logits."""
+    start, logits = cache.get_seq_length(), []
+    for length in lengths:
+        logits.append(model(ids[:, start : start + length], past_key_values=cache).logits)
+        start += length
+    return torch.cat(logits, dim=1)
+
+
+def longest_step(model: PreTrainedModel, name: str, ids: torch.Tensor, before: list[int]) -> list[int]:
+    """Shortens updates to those before the step of most operations, which packs tokens."""
+    cache, counts = create_cache(name, model), []
+    for length in before:
+        with FailingOperations() as operations:
+            feed(model, cache, ids, [length])
+        counts.append(operations.count if length == 1 else 0)
+    return before[: counts.index(max(counts))]
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("name", CACHES)
+@torch.no_grad()
+def test_layer_without_memory_is_as_before(one_layer, random_windows, name, case):
+    if (name, case) == ("h2o", "later-fit"):
+        pytest.skip("H2O takes back the weights of its newest queries alone")
+    before, length = CASES[case]
+    ids = torch.stack(random_windows(2, 320))
+    if case == "step":
+        before = longest_step(one_layer, name, ids, before)
+
+    def read_before() -> Cache:
+        cache = create_cache(name, one_layer)
+        if before:
+            feed(one_layer, cache, ids, before)
+        return cache
+
+    expected = feed(one_layer, read_before(), ids, [length, *AFTER])
+    for _ in range(2):
+        # The first time makes constants that all layers share
+        cache = read_before()
+        with FailingOperations() as operations:
+            feed(one_layer, cache, ids, [length])
+    assert operations.count > 10
+    for number in range(operations.count, 0, -max(operations.count // MOST_FAILURES, 1)):
+        cache = read_before()
+        with pytest.raises((torch.OutOfMemoryError, MemoryError)), FailingOperations(number):
+            feed(one_layer, cache, ids, [length])
+        if cache.get_seq_length() > sum(before):
+            cache.crop(-length)
+        got = feed(one_layer, cache, ids, [length, *AFTER])
+        torch.testing.assert_close(got, expected, msg=lambda text, number=number: f"operation {number}: {text}")
