@@ -60,12 +60,14 @@ def test_the_second_turn_of_a_chat_reuses_the_first(server, client, smollm2, tmp
     model, tokenizer = smollm2
     turns = [{"role": "system", "content": SYSTEM}, QUESTION]
     first = client.chat.completions.create(messages=turns, max_tokens=24, **GREEDY)
+    # A name that the next request may give
+    assert first.model == GREEDY["model"]
     # The prompt is less than a block of the store, with its answer it is more
     assert first.usage.prompt_tokens < 256 < first.usage.total_tokens and server.stats()["known_tokens"] == 0
     turns += [first.choices[0].message.model_dump(include={"role", "content"}), QUESTION]
     chunks = list(client.chat.completions.create(messages=turns, max_tokens=4, stream=True, **GREEDY))
     streamed = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
-    assert chunks[-1].choices[0].finish_reason == "length"
+    assert chunks[-1].choices[0].finish_reason == "length" and {chunk.model for chunk in chunks} == {"smollm2"}
     # An answer is counted before its last chunk is sent
     assert server.stats()["known_tokens"] == 256
     whole = client.chat.completions.create(messages=turns, max_tokens=4, **GREEDY)
@@ -248,6 +250,7 @@ REFUSED = {
     "model": (["./nothing"], "`model` is `./nothing`, but there is no such folder"),
     "port": (["smollm2", "--port", "99999"], "'--port'"),
     "host": (["{folder}", "--host", "192.0.2.1"], "cannot be listened at"),
+    "cache of a store": (["smollm2", "--store", "{folder}", "--cache", "h2o"], "`--store` keeps packed tokens"),
     "name of a host": (["{folder}", "--host", "no..name"], "`--host` has to be an address"),
 }
 

@@ -456,6 +456,8 @@ class RowLayer(CompressedLayer[RowSegment, Codec]):
         super().crop(tokens_to_remove)
         if self.record_past and self.is_initialized:
             self.commit_prompt()
+            # The next update's queries are the first to see the window; queries of before saw more
+            self._num_new = 0
             self._evict_out_of_window()
 
     def _drop_newest(self, count: int) -> None:

@@ -51,6 +51,7 @@ class _CheckingHandler(BaseHandler):
         is_batched: bool,
     ) -> None:
         super().__init__(serve._model_manager, serve._generation_state)
+        self._name = name
         template = get_response_template(tokenizer, model)
         self._takes_tools = template is not None and "tools" in str(tokenizer.chat_template)
         self._options = options_of(self.api, name, takes_tools=self._takes_tools, is_batched=is_batched)
@@ -76,6 +77,11 @@ class _CheckingHandler(BaseHandler):
             answer.body_iterator = completion.of_stream(answer.body_iterator)  # type: ignore[arg-type]
             return answer
         return JSONResponse(completion.of_answer(json.loads(answer.body)))
+
+    def _resolve_model(self, body: Json) -> tuple[str, PreTrainedModel, Any]:
+        """Return the model with the name that requests give it, which answers carry, without a revision."""
+        _, model, processor = super()._resolve_model(body)
+        return self._name, model, processor
 
     def _validate_request(self, body: Json) -> None:
         """Do nothing: `check_options` has checked more than Transformers would."""

@@ -123,6 +123,8 @@ class CacheServer:
             _check_batch(cache, text)
         else:
             _BatchOptions(text, temperature, num_blocks, max_batch_tokens).refuse()
+        if store is not None and not makes_packed_cache(cache):
+            raise ValueError(f"`--store` keeps packed tokens, which `--cache {cache}` does not hold")
         if conversations is not None:
             _check_conversations(cache, conversations, has_store=store is not None, is_batched=continuous_batching)
         self._store = None if store is None else PromptStore(store)
