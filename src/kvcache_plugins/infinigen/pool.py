@@ -18,6 +18,7 @@ from itertools import product
 
 import torch
 
+from kvcache_plugins.kernels.current_device import on_device_of
 from kvcache_plugins.kernels.engine import choose_copy_kernel, load_triton
 from kvcache_plugins.kernels.selective_attention import gather_rows
 
@@ -199,7 +200,7 @@ class TokenPool:
                 page.copy_(rows, non_blocking=True)
             elif addresses is not None:
                 all_slots = torch.arange(start, stop, dtype=torch.int64, device=rows.device).expand(rows.shape[:3])
-                with torch.cuda.device_of(rows):
+                with on_device_of(rows):
                     load_triton().write_rows(addresses, all_slots, None, rows, PAGE_TOKENS)
             else:
                 for sequence, head in product(range(self.batch_size), range(self.num_heads)):

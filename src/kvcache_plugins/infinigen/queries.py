@@ -23,6 +23,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from kvcache_plugins.kernels.current_device import on_device_of
 from kvcache_plugins.kernels.engine import choose_token_kernel, load_triton
 from kvcache_plugins.kernels.launch_keeper import LaunchKeeper
 
@@ -112,7 +113,7 @@ class InputNorm:
             return normed
         assert isinstance(weight, torch.Tensor) and numbers is not None
         result = torch.empty_like(states)
-        with torch.cuda.device_of(states):
+        with on_device_of(states):
             self._launches.run(
                 (states.shape, states.dtype, states.device),
                 lambda: load_triton().prepare_rms_norm(states, weight, *numbers),
@@ -291,7 +292,7 @@ class QueryProjection:
         weight = None if self._norm is None else self._norm.weight
         result = states.new_empty(batch_size, self.num_heads, 1, self.head_dim)
         strides = [0 if len(each) == 1 else each.stride(0) for each in (cos, sin)]
-        with torch.cuda.device_of(states):
+        with on_device_of(states):
             self._launches.run(
                 (states.shape, states.dtype, cos.dtype, states.device, None if weight is None else weight.dtype),
                 lambda: load_triton().prepare_rotation(

@@ -20,6 +20,7 @@ import torch
 from kvcache_plugins.formats.parts import SelectableRows
 
 from .compiled import GrowingStates
+from .current_device import on_device_of
 from .engine import choose_token_kernel, load_triton
 from .launch_keeper import LaunchKeeper
 from .selective_attention import Selection, States
@@ -95,7 +96,7 @@ class KeptSelection:
 
     def on_device(self) -> AbstractContextManager[object]:
         """Make the queries' device the current one: launches go to that."""
-        return torch.cuda.device_of(self._ratio)
+        return on_device_of(self._ratio)
 
     def push(self, keys: torch.Tensor, values: torch.Tensor, tail: States, place: int) -> None:
         """Write a token `[B, H, 1, D or E]` at a place of storage `[B, H, capacity, D or E]`."""

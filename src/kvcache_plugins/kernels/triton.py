@@ -51,6 +51,7 @@ from kvcache_plugins.triton_kernels.transform_coding.step import RowSegment, pre
 from kvcache_plugins.user_warnings import warn_user
 
 from .compiled import GrowingStates
+from .current_device import on_device_of
 from .masks import slice_mask
 
 
@@ -134,7 +135,7 @@ def attend(query: torch.Tensor, parts: Sequence[Part], num_heads: int, scale: fl
     gathered = [part.gathered() if isinstance(part, PagedRowPart) else part for part in parts]
     coded = [part for part in gathered if not isinstance(part, DensePart)]
     # Launches go to the current device, which may be another than the layer's
-    with torch.cuda.device_of(query):
+    with on_device_of(query):
         launch = _prepare_row_step(rows, coded, dense, scale)
         if launch is not None:
             return launch().reshape(batch_size, num_query_heads, num_queries, -1)
@@ -168,7 +169,7 @@ class PartStep(NamedTuple):
 
 def score_rows(query: torch.Tensor, tokens: SelectableRows) -> torch.Tensor:
     """Multiply queries with key rows; see `tokens.score_rows`."""
-    with torch.cuda.device_of(query):
+    with on_device_of(query):
         scores: torch.Tensor = prepare_row_scores(query, tokens, math.log(2))()
     return scores
 
@@ -214,7 +215,7 @@ def prepare_decoding(
 def score_codes(query: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, nbits: int) -> torch.Tensor:
     """Multiply queries with the keys of codes; see `token_scores.score_codes`."""
     # Launches go to the current device, which may be another than the layer's
-    with torch.cuda.device_of(query):
+    with on_device_of(query):
         return score_codes_kernel(codes, scale, query, nbits)
 
 
@@ -324,7 +325,7 @@ class KeptAttention:
         self._scale = scale
         self._query_kind = query.shape, query.dtype
         self._coded, self._dense = coded, dense
-        with torch.cuda.device_of(query):
+        with on_device_of(query):
             # Attention to rows may be one launch, which is prepared as the last one
             whole = _prepare_row_step(rows, coded, dense, scale)
             self._steps = [] if whole is not None else [prepare_part(rows, part, scale) for part in coded]
@@ -334,7 +335,7 @@ class KeptAttention:
 
     def _keep_end(self, end: Launch | None) -> None:
         """Keep the last launch: `end`, or the one that merges what the others wrote."""
-        with torch.cuda.device_of(self._rows):
+        with on_device_of(self._rows):
             if end is None:
                 partials = [step.launches[-1].result for step in self._steps]
                 end = _prepare_end(partials, self._dense, self._rows, self._scale)
@@ -347,7 +348,7 @@ class KeptAttention:
             query = query.clone(memory_format=torch.contiguous_format)
         result = query.new_empty(self._result_shape)
         length = self._dense[-1].length if length is None else length
-        with torch.cuda.device_of(query):
+        with on_device_of(query):
             for launch in self._attending:
                 launch(query)
             for launch in self._finishing:
@@ -363,7 +364,7 @@ class KeptAttention:
         last, (keys, values) = self._dense[-1], tail.storage
         if keys is not last.keys or values is not last.values:
             self._dense = [*self._dense[:-1], DensePart(keys, values, keys.shape[2], None)]
-            with torch.cuda.device_of(query):
+            with on_device_of(query):
                 whole = None if self._steps else _prepare_row_step(self._rows, self._coded, self._dense, self._scale)
                 self._keep_end(whole)
         return self(query, tail.length)
@@ -397,12 +398,12 @@ def prepare_push(state: PushState[RowFormat]) -> Callable[[torch.Tensor, torch.T
     assert keys.rope is not None, "formats of keys have a rotary layout"
     codebooks = codebook_of(keys.is_weighted, states.device), codebook_of(values.is_weighted, states.device)
     angles = rotary_angles(keys.rope, state.num_positions, states.device)
-    with torch.cuda.device_of(states):
+    with on_device_of(states):
         launch = prepare_push_launch(state, codebooks, _signs_for(values, states), angles)
         kept = KeptLaunch(launch, ["new_keys_ptr", "new_values_ptr"])
 
     def push(keys: torch.Tensor, values: torch.Tensor, may_pack: bool = True) -> None:
-        with torch.cuda.device_of(keys):
+        with on_device_of(keys):
             kept(keys.to(states.dtype).contiguous(), values.to(states.dtype).contiguous())
 
     return push
@@ -415,13 +416,13 @@ def prepare_group_push(state: GroupPushState) -> Callable[[torch.Tensor, torch.T
     packs.
     """
     states = state.tail[0]
-    with torch.cuda.device_of(states):
+    with on_device_of(states):
         *first, last = prepare_group_push_launches(state)
         kept = [KeptLaunch(launch) for launch in first]
         pushing = KeptLaunch(last, ["new_keys_ptr", "new_values_ptr"])
 
     def push(keys: torch.Tensor, values: torch.Tensor, may_pack: bool = True) -> None:
-        with torch.cuda.device_of(keys):
+        with on_device_of(keys):
             for launch in kept if may_pack else ():
                 launch()
             pushing(keys.to(states.dtype).contiguous(), values.to(states.dtype).contiguous())
@@ -460,7 +461,7 @@ def encode(states: torch.Tensor, row_format: RowFormat, positions: Positions) ->
     codebook = codebook_of(row_format.is_weighted, states.device)
     signs = _signs_for(row_format, states)
     # Launches go to the current device, which may be another than the layer's
-    with torch.cuda.device_of(states):
+    with on_device_of(states):
         rows: torch.Tensor = prepare_coding(states, row_format, codebook, signs, **arguments)()
     return rows
 

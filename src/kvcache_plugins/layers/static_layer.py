@@ -132,7 +132,8 @@ class StaticLayer(CompressedLayer[AnySegment, AnyCodec]):
 
     @property
     def _length(self) -> int:  # type: ignore[override]
-        self._sync_lengths()
+        if self._host_is_behind:
+            self._sync_lengths()
         return self._num_tokens
 
     @_length.setter
@@ -141,7 +142,8 @@ class StaticLayer(CompressedLayer[AnySegment, AnyCodec]):
 
     @property
     def storage(self) -> LayerStorage[AnySegment]:  # type: ignore[override]
-        self._sync_lengths()
+        if self._host_is_behind:
+            self._sync_lengths()
         return self._storage
 
     @storage.setter
