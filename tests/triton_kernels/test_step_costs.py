@@ -23,15 +23,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 NUM_PROMPT, NUM_STEPS, NUM_LAYERS, HEAD_DIM = 200, 128, 3, 64
 # Most calls, operations and launches of a layer and step
 CASES = {
-    "transform": (180, 0, 5.4),
-    "transform-16": (180, 0, 5.4),
-    "calibrated-16": (215, 0, 6),
-    "gear": (135, 0, 4.1),
-    "gear-2bit": (145, 0, 4.1),
-    "kivi-2bit": (145, 0, 4),
-    "infinigen": (600, 22, 9),
-    "infinigen-transform": (640, 20, 10),
-    "h2o": (180, 65, 0),
+    "transform": (120, 0, 2),
+    "transform-16": (120, 0, 2),
+    "calibrated-16": (190, 0, 6),
+    "gear": (105, 0, 4.1),
+    "gear-2bit": (115, 0, 4.1),
+    "kivi-2bit": (115, 0, 4),
+    "infinigen": (550, 22, 9),
+    "infinigen-transform": (590, 20, 10),
+    "h2o": (170, 65, 0),
 }
 
 
