@@ -28,11 +28,12 @@ MOST_FAILURES = 20
 
 
 class FailingOperations(TorchDispatchMode):
-    """Counts operations that the package makes; operation `number` fails, if there is one."""
+    """Counts operations that the package makes; operation `number` fails with an error, if there is one."""
 
-    def __init__(self, number: int | None = None):
+    def __init__(self, number: int | None = None, error: type[BaseException] = torch.OutOfMemoryError):
         super().__init__()
         self.number = number
+        self.error = error
         self.count = 0
 
     def __torch_dispatch__(
@@ -44,7 +45,7 @@ class FailingOperations(TorchDispatchMode):
         if frame is not None:
             self.count += 1
             if self.count == self.number:
-                raise torch.OutOfMemoryError("planted")
+                raise self.error("planted")
         return function(*args, **(kwargs or {}))
 
 
@@ -72,35 +73,47 @@ def longest_step(model: PreTrainedModel, name: str, ids: torch.Tensor, before: l
     return before[: counts.index(max(counts))]
 
 
+def check_failures(
+    model: PreTrainedModel, ids: torch.Tensor, name: str, case: str, error: type[BaseException]
+) -> None:
+    """Fails operations of an update in turn, and compares what follows with a cache in which none failed."""
+    before, length = CASES[case]
+    if case == "step":
+        before = longest_step(model, name, ids, before)
+
+    def read_before() -> Cache:
+        cache = create_cache(name, model)
+        if before:
+            feed(model, cache, ids, before)
+        return cache
+
+    expected = feed(model, read_before(), ids, [length, *AFTER])
+    for _ in range(2):
+        # The first time makes constants that all layers share
+        cache = read_before()
+        with FailingOperations() as operations:
+            feed(model, cache, ids, [length])
+    assert operations.count > 10
+    for number in range(operations.count, 0, -max(operations.count // MOST_FAILURES, 1)):
+        cache = read_before()
+        with pytest.raises((error, MemoryError)), FailingOperations(number, error):
+            feed(model, cache, ids, [length])
+        if cache.get_seq_length() > sum(before):
+            cache.crop(-length)
+        got = feed(model, cache, ids, [length, *AFTER])
+        torch.testing.assert_close(got, expected, msg=lambda text, number=number: f"operation {number}: {text}")
+
+
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("name", CACHES)
 @torch.no_grad()
 def test_layer_without_memory_is_as_before(one_layer, random_windows, name, case):
     if (name, case) == ("h2o", "later-fit"):
         pytest.skip("H2O takes back the weights of its newest queries alone")
-    before, length = CASES[case]
-    ids = torch.stack(random_windows(2, 320))
-    if case == "step":
-        before = longest_step(one_layer, name, ids, before)
+    check_failures(one_layer, torch.stack(random_windows(2, 320)), name, case, torch.OutOfMemoryError)
 
-    def read_before() -> Cache:
-        cache = create_cache(name, one_layer)
-        if before:
-            feed(one_layer, cache, ids, before)
-        return cache
 
-    expected = feed(one_layer, read_before(), ids, [length, *AFTER])
-    for _ in range(2):
-        # The first time makes constants that all layers share
-        cache = read_before()
-        with FailingOperations() as operations:
-            feed(one_layer, cache, ids, [length])
-    assert operations.count > 10
-    for number in range(operations.count, 0, -max(operations.count // MOST_FAILURES, 1)):
-        cache = read_before()
-        with pytest.raises((torch.OutOfMemoryError, MemoryError)), FailingOperations(number):
-            feed(one_layer, cache, ids, [length])
-        if cache.get_seq_length() > sum(before):
-            cache.crop(-length)
-        got = feed(one_layer, cache, ids, [length, *AFTER])
-        torch.testing.assert_close(got, expected, msg=lambda text, number=number: f"operation {number}: {text}")
+@pytest.mark.parametrize("case", CASES)
+@torch.no_grad()
+def test_interrupted_layer_is_as_before(one_layer, random_windows, case):
+    check_failures(one_layer, torch.stack(random_windows(2, 320)), "transform", case, KeyboardInterrupt)

@@ -106,8 +106,8 @@ def count(name, counter):
     totals = Counter()
     with ExitStack() as stack:
         driver = stack.enter_context(stand_in.stand_in_driver())
-        # Values of a random model hardly vary, and rows that no kernel has made have errors that all tokens share. Both
-        # would add means, which take other launches than those of text
+        # Values of a random model hardly vary, and rows that no kernel made have errors that all tokens share. Both
+        # give layers means, which take other launches than text does
         stack.enter_context(patch.object(prompt_codec, "_STEADY_VALUES", 0.0))
         stack.enter_context(patch.object(prompt_codec.PromptCodec, "with_bias_correction", lambda codec, *_: codec))
         if name.startswith("infinigen"):
