@@ -228,6 +228,7 @@ class InfiniGenLayer(LazyLayer):
         assert scoring is not None
         rows, parts = scoring.encode(keys, values, count, self.num_offloaded)
         if pool is None:
+            assert config.eviction is not None
             pool = TokenPool(parts, config.pool_tokens, config.eviction, config.sink)
         num_tokens, num_evicted = pool.num_tokens, pool.num_evicted
         try:
