@@ -339,7 +339,7 @@ def test_two_models_in_two_threads_do_not_mix(tiny_llama, tiny_model, random_win
     assert together == alone and alone[0][0] != alone[1][0]
 
 
-def test_invalid_options_are_refused(tiny_llama, smollm2):
+def test_invalid_options_are_refused(tiny_llama, tiny_model):
     refused = {
         "`name` is `transform`, which has no tables": {},
         "`num_recent_tokens`": {"num_recent_tokens": -1},
@@ -355,6 +355,9 @@ def test_invalid_options_are_refused(tiny_llama, smollm2):
     with pytest.raises(ValueError, match="split over cpu and meta"), compressed_batching(split, "transform"):
         pass
     text = torch.randint(3, 97, (1, 100))
+    eager = tiny_model("llama", attn_implementation="eager")
+    with pytest.raises(ValueError, match="attends by `eager`"), compressed_batching(eager, "transform", text=text):
+        pass
     with compressed_batching(tiny_llama, "transform", text=text), pytest.raises(ValueError, match="multiple of 64"):
         tiny_llama.generate_batch(
             [[3] * 9], continuous_batching_config=ContinuousBatchingConfig(page_size=32, num_blocks=4)
