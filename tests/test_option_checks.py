@@ -22,7 +22,7 @@ WRONG: dict[str, dict[str, list[object]]] = {
     "infinigen": {
         **{"min_weight": ["x", True], "alpha": ["4", float("nan")]},
         **{"max_fetch_ratio": [None, "0.2", True], "scoring_nbits": ["4", 4.0], "partial_ratio": ["0.3"]},
-        **{"recent": [None, "32", 32.0], "sink": ["4", True], "pool_tokens": ["100", 100.0], "eviction": [None, 1]},
+        **{"recent": [None, "32", 32.0], "sink": ["4", True], "pool_tokens": ["100", 100.0], "eviction": [1]},
         **{"full_layers": ["x", 5, (0.0,), (True,), ("0",)], "speculate": [1, "no"]},
         **{"calibration": [5, {}], "attention_mask": ["x"]},
     },
@@ -64,7 +64,8 @@ def test_a_value_of_the_wrong_type_is_named_as_it_was_written(cache, option, val
 INFINIGEN: dict[str, tuple[object, ...]] = {
     **{"alpha": (0.0, -1.0), "min_weight": (0,), "max_fetch_ratio": (0.0, 1.01)},
     **{"partial_ratio": (2.0,), "scoring_nbits": (3,), "skewing": ("query-svd",), "recent": (0,), "sink": (-1,)},
-    **{"pool_tokens": (4, 2.5), "eviction": ("random",), "full_layers": ((7,),), "calibration": ("/no/such/file",)},
+    **{"pool_tokens": (4, 2.5), "eviction": ("random", "lru"), "full_layers": ((7,),)},
+    "calibration": ("/no/such/file",),
 }
 OUT_OF_RANGE = {
     "gear": [

@@ -272,6 +272,13 @@ def test_predicted_memory_after_decoding_is_exact(
     assert_predicted(contract_model, tiny_sizer, name, context=146, new_tokens=67)
 
 
+# Before the codec's first fit, and its next
+@pytest.mark.parametrize(("context", "new_tokens"), [(45, 25), (65, 2), (383, 283)])
+@pytest.mark.parametrize("name", ["transform", "infinigen-transform"])
+def test_predicted_memory_counts_queries_for_a_fit(name, context, new_tokens, contract_model, tiny_sizer):
+    assert_predicted(contract_model, tiny_sizer, name, context=context, new_tokens=new_tokens)
+
+
 OPTIONS = [
     "gear:nbits=3,rank=8,sparsity=0.05,residual_length=32",
     # Three chunks of decoded tokens, and spare room for a fourth

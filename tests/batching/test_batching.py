@@ -339,7 +339,7 @@ def test_two_models_in_two_threads_do_not_mix(tiny_llama, tiny_model, random_win
     assert together == alone and alone[0][0] != alone[1][0]
 
 
-def test_invalid_options_are_refused(tiny_llama, smollm2):
+def test_invalid_options_are_refused(tiny_llama, tiny_model):
     refused = {
         "`name` is `transform`, which has no tables": {},
         "`num_recent_tokens`": {"num_recent_tokens": -1},
@@ -355,6 +355,9 @@ def test_invalid_options_are_refused(tiny_llama, smollm2):
     with pytest.raises(ValueError, match="split over cpu and meta"), compressed_batching(split, "transform"):
         pass
     text = torch.randint(3, 97, (1, 100))
+    eager = tiny_model("llama", attn_implementation="eager")
+    with pytest.raises(ValueError, match="attends by `eager`"), compressed_batching(eager, "transform", text=text):
+        pass
     with compressed_batching(tiny_llama, "transform", text=text), pytest.raises(ValueError, match="multiple of 64"):
         tiny_llama.generate_batch(
             [[3] * 9], continuous_batching_config=ContinuousBatchingConfig(page_size=32, num_blocks=4)
@@ -512,3 +515,43 @@ def test_a_shared_prefix_has_exact_sinks_and_decodes_its_recent_tokens(tiny_llam
     allocator.free_blocks("a")
     allocator.pool.free_blocks(0, allocator.ledger.evict_cached_blocks())
     assert allocator.pool.count_free_blocks(0) + allocator.pool.num_free_sectors == 40
+
+
+def test_forks_of_a_shared_prefix_decode_its_recent_tokens(tiny_llama):
+    """A request whose last token alone is unknown has a pass without tokens, in which Transformers forks it."""
+    codec = make_codec(tiny_llama)
+    allocator = make_allocator(codec, 8, torch.float32)
+    keys, _ = make_request(allocator, codec, 128)
+    ids = list(range(129))
+    allocator.mark_complete_blocks("a", ids, 2)
+    allocator.free_blocks("a")
+    allocator.acquire_prefix_blocks("b", 128, allocator.match_prefix_blocks(ids))
+    assert begin_pass(allocator, [(128, 0, "b")]) == []
+    for _ in range(allocator.count_non_shareable_blocks("b", 128)):
+        allocator.pool.allocate_sector(0)
+    allocator.copy_blocks(*allocator.fork_blocks("b", "c", 128))
+    new = torch.randn(2, 1, HEADS, 1, keys.shape[3])
+    (*_, exact_keys, _), _ = held(allocator, "b", 128, new)
+    (*_, fork_keys, _), _ = held(allocator, "c", 128, new)
+    decoded = codec.decode_keys(codec.encode(keys, keys, Positions(0, None))[0], Positions(0, None))
+    torch.testing.assert_close(exact_keys[:, :, SINKS:-1], decoded[:, :, -8:])
+    assert torch.equal(exact_keys, fork_keys)
+
+
+def test_blocks_that_cannot_be_loaded_are_free(tiny_llama, random_windows, tmp_path, monkeypatch):
+    """Memory that ends while a page is loaded ends a batch, and the next one of its manager has all blocks."""
+    (ids,) = random_windows(1, 152)
+    with compressed_batching(tiny_llama, "transform-30", text=ids[None], store=PromptStore(tmp_path)):
+        run(tiny_llama, [ids.tolist()])
+
+    def fail(*args):
+        raise torch.OutOfMemoryError("planted")
+
+    with (
+        compressed_batching(tiny_llama, "transform-30", text=ids[None], store=PromptStore(tmp_path)),
+        tiny_llama.continuous_batching_context_manager(**config(NUM_TOKENS)) as manager,
+    ):
+        monkeypatch.setattr(CodedAllocator, "_write_states", fail)
+        manager.add_request(ids.tolist())
+        assert "planted" in manager.get_result(timeout=600).error
+        assert manager.batch_processor.cache.compute_free_capacity() == 1

@@ -139,6 +139,23 @@ def test_a_copy_outlives_its_original(llama: PreTrainedModel) -> None:
     assert hooks_of(llama) is None
 
 
+def test_a_copied_model_has_hooks_of_its_own() -> None:
+    model, prompt, steps = make_model(), tokens(300), tokens(4, seed=1)
+    cache = InfiniGenCache(model, full_layers=(), speculate=True)
+    expected = decode_logits(model, cache, prompt, steps)
+
+    def num_caches() -> int:
+        gc.collect()
+        return sum(isinstance(each, InfiniGenCache) for each in gc.get_objects())
+
+    before = num_caches()
+    copied = copy.deepcopy(model)
+    assert num_caches() == before
+    own = InfiniGenCache(copied, full_layers=(), speculate=True)
+    assert torch.equal(decode_logits(copied, own, prompt, steps), expected)
+    assert own.stats() == cache.stats()
+
+
 def test_hooks_are_shared_and_removed() -> None:
     model = make_model()
 

@@ -177,6 +177,10 @@ def generate_with_beams(rank: int, folder: str) -> bool | None:
 
 
 # Changes of the last rank
+def _without_memory(*args: Any) -> None:
+    raise MemoryError("no memory left")
+
+
 DIFFERENCES: dict[str, Callable[[Any, torch.Tensor, dict[str, Any]], object]] = {
     "dtype": lambda model, ids, options: model.to(torch.bfloat16),
     "model": lambda model, ids, options: model.get_input_embeddings().weight.add_(1),
@@ -184,6 +188,7 @@ DIFFERENCES: dict[str, Callable[[Any, torch.Tensor, dict[str, Any]], object]] = 
     "partition": lambda model, ids, options: options.update(partition="even"),
     "h2o": lambda model, ids, options: options.update(past_key_values=create_cache("h2o", model)),
     "filled": lambda model, ids, options: options.update(past_key_values=model(ids[:, :3]).past_key_values),
+    "memory": lambda model, ids, options: model.register_forward_pre_hook(_without_memory),
 }
 
 

@@ -102,6 +102,7 @@ DIFFERENCES = {
     "partition": "rank 2: `partition` has to be the same on all ranks",
     "h2o": "rank 2: `past_key_values`: a `H2OCache`",
     "filled": "rank 2: `past_key_values` has to be empty but holds 3 tokens",
+    "memory": "rank 2: MemoryError: no memory left",
 }
 
 

@@ -15,6 +15,7 @@ from transformers import Cache, PreTrainedModel
 
 import kvcache_plugins
 from kvcache_plugins import create_cache
+from kvcache_plugins.layers.lazy_layer import LazyLayer
 
 
 SOURCES = str(Path(kvcache_plugins.__file__).parent)
@@ -117,3 +118,52 @@ def test_layer_without_memory_is_as_before(one_layer, random_windows, name, case
 @torch.no_grad()
 def test_interrupted_layer_is_as_before(one_layer, random_windows, case):
     check_failures(one_layer, torch.stack(random_windows(2, 320)), "transform", case, KeyboardInterrupt)
+
+
+@pytest.mark.parametrize("name", ["infinigen:recent=8,pool_tokens=40", "infinigen-transform:recent=8,pool_tokens=40"])
+@torch.no_grad()
+def test_crop_without_memory_changes_nothing(one_layer, random_windows, name):
+    """Tokens that were evicted for others leave slots to free."""
+    ids = torch.stack(random_windows(2, 320))
+
+    def read_before() -> Cache:
+        cache = create_cache(name, one_layer)
+        feed(one_layer, cache, ids, [100, *[1] * 45])
+        return cache
+
+    expected = feed(one_layer, read_before(), ids, [*AFTER])
+    cache = read_before()
+    with FailingOperations() as operations:
+        cache.crop(-50)
+    assert operations.count > 0
+    for number in range(1, operations.count + 1):
+        cache = read_before()
+        with pytest.raises(torch.OutOfMemoryError), FailingOperations(number):
+            cache.crop(-50)
+        torch.testing.assert_close(feed(one_layer, cache, ids, [*AFTER]), expected)
+
+
+@pytest.mark.parametrize("name", CACHES[:-1])
+@torch.no_grad()
+def test_layer_goes_on_to_move_where_memory_ended(one_layer, random_windows, name):
+    device, ids = torch.device("meta"), torch.stack(random_windows(2, 320))
+
+    def filled_layer() -> LazyLayer:
+        cache = create_cache(name, one_layer)
+        feed(one_layer, cache, ids, [100])
+        return cache.layers[0]
+
+    def held(layer: LazyLayer) -> list[tuple[str, torch.device, torch.Size]]:
+        return [(part, tensor.device, tensor.shape) for part, tensor in layer.named_tensors()]
+
+    moved = filled_layer()
+    with FailingOperations() as operations:
+        moved._move_to(device)
+    for number in range(1, operations.count + 1):
+        layer = filled_layer()
+        with pytest.raises(torch.OutOfMemoryError), FailingOperations(number):
+            layer._move_to(device)
+        # The next update's states are on the other device still
+        assert layer.device.type == "cpu"
+        layer._move_to(device)
+        assert layer.device == device and held(layer) == held(moved)

@@ -40,12 +40,14 @@ class RecordedCall:
         tensors (`tuple[torch.Tensor, ...]`): its first arguments; the layer's index follows.
         token_dim (`int`, *optional*): dimension of the tokens; `None` if they are summed up in a state.
         options (`Mapping[str, object]`): its other arguments.
+        num_query_heads (`int`): query heads of the model.
     """
 
     method: str
     tensors: tuple[torch.Tensor, ...]
     token_dim: int | None
     options: Mapping[str, object] = field(default_factory=dict)
+    num_query_heads: int = 1
 
     def repeat(self, cache: Cache, layer_idx: int, batch_size: int, num_tokens: int) -> None:
         """Call the method of `cache` for `num_tokens` tokens of every sequence of a batch."""
@@ -55,11 +57,15 @@ class RecordedCall:
         layer = cache.layers[layer_idx]
         if self.method != "update" or not isinstance(layer, LazyLayer):
             return
-        # Attention follows. The number of query heads does not matter here, as no queries are stored
-        if is_first:
-            layer.on_exact_attention(AttentionCall(tensors[0], is_causal=True))
-        elif layer.stores_attention:
-            layer.attend(AttentionCall(tensors[0]))
+        # Attention follows
+        keys = tensors[0]
+        if layer.stores_attention and not is_first:
+            layer.attend(AttentionCall(keys))
+            return
+        # Layers keep queries until a codec is fitted to them
+        num_groups = max(self.num_query_heads // keys.shape[1], 1)
+        query = keys.new_empty(batch_size, num_groups * keys.shape[1], num_tokens, keys.shape[3])
+        layer.on_exact_attention(AttentionCall(query, is_causal=is_first))
 
     def _resize(self, tensor: torch.Tensor, batch_size: int, num_tokens: int) -> torch.Tensor:
         shape = [batch_size, *tensor.shape[1:]]
@@ -73,13 +79,15 @@ class _RecordingCache(DynamicCache):
 
     def __init__(self, config: PreTrainedConfig):
         super().__init__(config=config)
-        num_layers = config.get_text_config(decoder=True).num_hidden_layers
-        self.calls: list[list[RecordedCall]] = [[] for _ in range(num_layers)]
+        config = config.get_text_config(decoder=True)
+        self._num_query_heads = getattr(config, "num_attention_heads", 1)
+        self.calls: list[list[RecordedCall]] = [[] for _ in range(config.num_hidden_layers)]
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        self.calls[layer_idx].append(RecordedCall("update", (key_states, value_states), 2))
+        states = key_states, value_states
+        self.calls[layer_idx].append(RecordedCall("update", states, 2, num_query_heads=self._num_query_heads))
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def update_indexer(self, indexer_key_states: torch.Tensor, layer_idx: int) -> torch.Tensor:

@@ -154,7 +154,7 @@ def compressed_batching(
 
     Raises:
         ValueError: if the cache has no tables that requests can share, the model is split over devices (other than
-            by tensor parallelism), or an option is none of the accepted values.
+            by tensor parallelism) or attends by `eager`, or an option is none of the accepted values.
         RuntimeError: if this release of Transformers has another paged cache, or a batch ran from a dense one.
 
     Example:
@@ -167,6 +167,11 @@ def compressed_batching(
     devices = sorted({str(parameter.device) for parameter in model.parameters()})
     if len(devices) > 1:
         raise ValueError(f"`model` is split over {' and '.join(devices)}, but all pages are on one device")
+    attention = model.config.get_text_config(decoder=True)._attn_implementation
+    if attention in ("eager", "paged|eager"):
+        raise ValueError(
+            f"`model` attends by `{attention}`, which would need dense pages: `model.set_attn_implementation('sdpa')`"
+        )
     check_release()
     if getattr(model, "_cached_continuous_batching_manager", None) is not None:
         raise ValueError("`model` has a persistent manager of another cache: destroy it first")

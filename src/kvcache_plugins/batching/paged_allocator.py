@@ -157,7 +157,7 @@ class CodedAllocator(FullAttentionCacheAllocator):
         # Block table of a request, and True if its recent tokens have to be decoded from rows, by the physical index
         # of its first new token in a coming pass
         self._tables: dict[int, tuple[list[int], bool]] = {}
-        # Requests that share a prefix and have had no pass yet
+        # Requests that share a prefix and have had no pass with tokens yet
         self._sharing: set[str] = set()
         # Requests of the pass under way
         self.batches: list[RequestBatch] = []
@@ -219,6 +219,9 @@ class CodedAllocator(FullAttentionCacheAllocator):
             if block == own:
                 self.ledger.acquire(block)
         self.block_table[dest_request_id] = table
+        if source_request_id in self._sharing:
+            # Without recent tokens yet
+            self._sharing.add(dest_request_id)
         return [source[number] for number in copied], fresh
 
     def _sink_hashes(self, block: int) -> list[int]:
@@ -314,7 +317,11 @@ class CodedAllocator(FullAttentionCacheAllocator):
                 break
             sinks = [] if number else [self._take_free_block() for _ in range(layout.num_sink_blocks)]
             own = self._take_free_block()
-            self._write_states(own, sinks, block.layers)
+            try:
+                self._write_states(own, sinks, block.layers)
+            except BaseException:
+                self.pool.free_blocks(self.index, [own, *sinks])
+                raise
             ledger.register_new_hash(own, hashes[number])
             for each, content in zip(sinks, self._sink_hashes(own), strict=False):
                 ledger.register_new_hash(each, content)
@@ -393,6 +400,9 @@ class CodedAllocator(FullAttentionCacheAllocator):
         """Return the physical indices of new tokens' rows, and remember the request's block table for the pass."""
         skipped = self.layout.num_exact_blocks * self.tokens_per_page
         indices: list[int] = super().get_write_indices(request_id, past_length + skipped, query_length)
+        if not indices:
+            # Transformers runs a request with one token left without it before it is forked
+            return indices
         # A request without past has lost its prefix to an offload
         shares_prefix = request_id in self._sharing and past_length > 0
         self._sharing.discard(request_id)

@@ -84,8 +84,8 @@ class InfiniGenCache(AttentionObserver, UsageChecksMixin, ReportingMixin, Cache)
             Tokens that the pool holds at most, for every sequence and head. A new token then replaces a victim. The
             host records the use of tokens, so it has to wait for a GPU in every layer of every step.
         eviction (`str`, *optional*, defaults to `"counter"`):
-            Policy that chooses the victim: `"counter"` (fetched least often), `"lru"` (least recently) or `"fifo"`
-            (oldest).
+            With `pool_tokens`, the policy that chooses the victim: `"counter"` (fetched least often), `"lru"` (least
+            recently) or `"fifo"` (oldest).
         full_layers (`tuple[int, ...]`, *optional*):
             Layers that stay whole where they are computed. Defaults to those of the calibration, or the first two.
         speculate (`bool`, *optional*):
@@ -139,7 +139,7 @@ class InfiniGenCache(AttentionObserver, UsageChecksMixin, ReportingMixin, Cache)
         recent: int = 32,
         sink: int = 4,
         pool_tokens: int | None = None,
-        eviction: str = "counter",
+        eviction: str | None = None,
         full_layers: tuple[int, ...] | None = None,
         speculate: bool | None = None,
         calibration: Calibration | str | Path | None = None,

@@ -17,6 +17,7 @@ SCORING_NBITS = (2, 4, 8)
 # Default rule
 DEFAULT_MIN_WEIGHT = 0.5
 DEFAULT_SCORING_NBITS = 4
+DEFAULT_EVICTION = "counter"
 # The paper's first speculated layer is the third: inputs of the first two layers differ too much from the one before
 NUM_FIRST_LAYERS = 2
 
@@ -34,7 +35,7 @@ class InfiniGenConfig:
     recent: int = 32
     sink: int = 4
     pool_tokens: int | None = None
-    eviction: str = "counter"
+    eviction: str | None = None
     full_layers: tuple[int, ...] | None = None
     speculate: bool | None = None
 
@@ -65,7 +66,14 @@ class InfiniGenConfig:
             for index in layers:
                 check_integer("full_layers", index, 0)
             object.__setattr__(self, "full_layers", tuple(layers))
-        check_choice("eviction", self.eviction, tuple(EVICTIONS))
+        check_choice("eviction", self.eviction, (*EVICTIONS, None))
+        if self.eviction is None:
+            object.__setattr__(self, "eviction", DEFAULT_EVICTION)
+        elif self.pool_tokens is None:
+            raise ValueError(
+                "`eviction` chooses the tokens that leave a full pool: it needs `pool_tokens`, but got "
+                f"{self.eviction!r} without"
+            )
         check_bool("speculate", self.speculate, is_optional=True)
 
     def _check_scoring(self) -> None:

@@ -97,10 +97,6 @@ class ForwardRecord(threading.local):
         finally:
             self.keeps_streams = False
 
-    def __reduce__(self) -> tuple[object, ...]:
-        # A model is copied with its hooks
-        return ForwardRecord, ()
-
 
 class AttentionObserver:
     """Base of caches that the hooks call before every attention, ahead of its layer's `update`."""
@@ -121,6 +117,9 @@ class ModelHooks:
         checked (`set[int]`): layers whose projection was compared with the queries that attention got.
         record (`ForwardRecord`): record of this thread's forward pass.
     """
+
+    # True if a copy of the model has these hooks: its caches have hooks of their own
+    is_copy = False
 
     def __init__(self, model: PreTrainedModel):
         config = model.config.get_text_config(decoder=True)
@@ -159,6 +158,13 @@ class ModelHooks:
             if "RotaryEmbedding" in type(child).__name__ and self.layer_types is not None:
                 self._handles.append(child.register_forward_hook(self._record_rotary, with_kwargs=True))
 
+    def __deepcopy__(self, memo: dict[int, object]) -> ModelHooks:
+        # A model is copied with its hooks, but not with the caches that observe it
+        made = ModelHooks.__new__(ModelHooks)
+        made.is_copy = True
+        made.record = ForwardRecord()
+        return made
+
     def why_unknown(self) -> str | None:
         """Return the first reason why a layer's queries cannot be predicted; `None` if all layers' can."""
         return next(iter(self.unknown.values()), None)
@@ -186,13 +192,12 @@ class ModelHooks:
     def _before_attention(
         self, index: int, module: nn.Module, args: Arguments, kwargs: KeywordArguments | None = None
     ) -> None:
-        if kwargs is None:
-            # Another thread has just removed the hooks
-            return
-        caches = [kwargs.get(name) for name in _CACHE_NAMES] + list(args[1:])
-        cache = next((value for value in caches if isinstance(value, AttentionObserver)), None)
-        if cache is not None:
-            cache.on_attention_input(self, index, AttentionInputs(args, kwargs))
+        # `None` if another thread has just removed the hooks
+        if kwargs is not None and not self.is_copy:
+            caches = [kwargs.get(name) for name in _CACHE_NAMES] + list(args[1:])
+            cache = next((value for value in caches if isinstance(value, AttentionObserver)), None)
+            if cache is not None:
+                cache.on_attention_input(self, index, AttentionInputs(args, kwargs))
         self.record.streams.pop(index, None)
 
     def expected_hidden_states(

@@ -228,6 +228,7 @@ class InfiniGenLayer(LazyLayer):
         assert scoring is not None
         rows, parts = scoring.encode(keys, values, count, self.num_offloaded)
         if pool is None:
+            assert config.eviction is not None
             pool = TokenPool(parts, config.pool_tokens, config.eviction, config.sink)
         num_tokens, num_evicted = pool.num_tokens, pool.num_evicted
         try:
@@ -581,13 +582,14 @@ class InfiniGenLayer(LazyLayer):
     def _drop_newest(self, count: int) -> None:
         self._prefetch = None
         length = self._length - count
-        if self.tail is not None:
-            self.tail.drop_last(min(count, self.tail.length))
         if length < self.num_offloaded:
             self.invalidate_plan()
             pool, scoring, _ = self._stored()
+            # It may raise an error: the layer is then as it was
             pool.truncate(length)
             scoring.truncate(pool.num_slots)
+        if self.tail is not None:
+            self.tail.drop_last(min(count, self.tail.length))
 
     def _map_stored(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self.invalidate_plan()
@@ -616,15 +618,18 @@ class InfiniGenLayer(LazyLayer):
     prefetch = offload
 
     def _move_to(self, device: torch.device) -> None:
-        self.device = device
+        self.invalidate_plan()
         self._plan = None
-        pool, self.pool = self.pool, None
-        self._map_stored(lambda tensor: tensor.to(device))
-        self.pool = pool
-        if pool is not None:
-            pool.move_to_device(device)
+        self._prefetch = None
+        for stored in (self.scoring, self.tail):
+            if stored is not None:
+                stored.map(lambda tensor: tensor.to(device))
+        if self.pool is not None:
+            self.pool.move_to_device(device)
         if self.padding is not None:
             self.set_padding(self.padding.to(device))
+        # At the end, so that the next update goes on where memory ended
+        self.device = device
 
     def stats(self) -> Mapping[str, float]:
         pool = self.pool

@@ -251,11 +251,11 @@ class TokenPool:
     def truncate(self, length: int) -> None:
         """Drop tokens at position `length` and beyond, and free pages without any token."""
         self.raise_version()
-        self.num_tokens = min(self.num_tokens, length)
         if self.usage is not None:
             self.usage.truncate(length)
-            if not self.usage.in_order:
-                return
+        self.num_tokens = min(self.num_tokens, length)
+        if not self.is_in_order:
+            return
         self.num_slots = min(self.num_slots, length)
         num_pages = -(-self.num_slots // PAGE_TOKENS)
         if num_pages < len(self.pages):

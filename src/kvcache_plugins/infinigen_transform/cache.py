@@ -64,7 +64,7 @@ class InfiniGenTransformCache(InfiniGenCache):
         recent: int = 32,
         sink: int = 4,
         pool_tokens: int | None = None,
-        eviction: str = "counter",
+        eviction: str | None = None,
         full_layers: tuple[int, ...] | None = None,
         speculate: bool | None = None,
         calibration: Calibration | str | Path | None = None,

@@ -229,8 +229,9 @@ def _agree_on_plan(call: _Call, rank: int, size: int, run: int) -> _Plan:
             "prompt": digest(call.input_ids, call.attention_mask),
             "partition": plan.slices,
         }
-    except ValueError as error:
-        compared = {"error": str(error)}
+    except Exception as error:
+        # A rank that left out the comparison would keep the others waiting
+        compared = {"error": str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"}
     agree(compared, call.group, FailureReports(rank, run))
     assert plan is not None, "ranks that cannot take part do not agree"
     return plan

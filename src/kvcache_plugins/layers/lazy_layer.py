@@ -650,5 +650,6 @@ class LazyLayer(CacheLayerMixin):
         self.is_initialized = False
 
     def _move_to(self, device: torch.device) -> None:
-        self.device = device
         self.map_tensors(lambda tensor: tensor.to(device))
+        # At the end, so that the next update goes on where memory ended
+        self.device = device
