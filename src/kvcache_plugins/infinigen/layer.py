@@ -13,7 +13,7 @@ selection.
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -588,6 +588,12 @@ class InfiniGenLayer(LazyLayer):
             pool, scoring, _ = self._stored()
             pool.truncate(length)
             scoring.truncate(pool.num_slots)
+
+    def _copied(self) -> dict[str, Any]:
+        pool = copy.copy(self.pool)
+        if pool is not None:
+            pool.usage = copy.copy(pool.usage)
+        return {**super()._copied(), "pool": pool, "scoring": copy.copy(self.scoring), "tail": copy.copy(self.tail)}
 
     def _map_stored(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self.invalidate_plan()

@@ -14,7 +14,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Generic, NamedTuple
+from typing import Any, Generic, NamedTuple
 
 import torch
 
@@ -459,6 +459,11 @@ class CompressedLayer(LazyLayer, Generic[AnySegment, AnyCodec]):
         self.storage.drop_newest(stop, self.exact_start)
         if self._dense.num_first > stop:
             self._set_dense(stop)
+
+    def _copied(self) -> dict[str, Any]:
+        # Before the attributes: to read the storage of a static layer may change them
+        storage = self.storage.copy()
+        return {**super()._copied(), "storage": storage}
 
     def _map_stored(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self.invalidate_plan()

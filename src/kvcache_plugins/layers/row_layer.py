@@ -117,9 +117,10 @@ class RowLayer(CompressedLayer[RowSegment, Codec]):
             self._evict_out_of_window()
 
     def _store_prompt(self, keys: torch.Tensor, values: torch.Tensor, *, is_first: bool) -> None:
-        super()._store_prompt(keys, values, is_first=is_first)
-        if not is_first and not self.record_past:
-            self._evict_out_of_window()
+        with self._all_or_nothing():
+            super()._store_prompt(keys, values, is_first=is_first)
+            if not is_first and not self.record_past:
+                self._evict_out_of_window()
 
     def _commit(self, keys: torch.Tensor, values: torch.Tensor, *, is_prompt: bool) -> None:
         unfitted, moments, newest_queries = self._unfitted_sequences, self._moments, self._newest_queries
@@ -431,15 +432,16 @@ class RowLayer(CompressedLayer[RowSegment, Codec]):
     def _evict_out_of_window(self) -> None:
         """Drop tokens that no later query sees, some rows at a time."""
         storage = self.storage
-        first, count = self._first_seen(self._length), len(storage.segments)
+        first = self._first_seen(self._length)
         if first <= storage.first_held:
             return
-        storage.segments = [segment for segment in storage.segments if segment.stop > first]
-        oldest = storage.segments[0] if storage.segments else None
+        seen = [segment for segment in storage.segments if segment.stop > first]
+        oldest = seen[0] if seen else None
         num_dropped = 0 if oldest is None else max(first - oldest.start, 0) // DROP_STEP * DROP_STEP
         if oldest is not None and num_dropped:
             oldest.drop_first(num_dropped)
-        if num_dropped or len(storage.segments) < count:
+        if num_dropped or len(seen) < len(storage.segments):
+            storage.segments = seen
             storage.version += 1
             self._mark_evicted(self.exact_start if oldest is None else oldest.start)
 

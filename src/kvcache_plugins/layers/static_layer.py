@@ -379,9 +379,10 @@ class StaticLayer(CompressedLayer[AnySegment, AnyCodec]):
 
     @without_caller_contexts
     def crop_tokens(self, count: int) -> None:
-        super().crop_tokens(count)
-        self._num_checked = max(self._num_checked - count, 0)
-        self._prepare_steps()
+        with self._all_or_nothing():
+            super().crop_tokens(count)
+            self._num_checked = max(self._num_checked - count, 0)
+            self._prepare_steps()
 
     def share(self) -> Iterator[torch.Tensor]:
         # Its storage may be shared

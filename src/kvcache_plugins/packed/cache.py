@@ -151,6 +151,7 @@ class PackedCache(UsageChecksMixin, ReportingMixin, Cache):
         an older one when it is complete. Raise an `OSError` that names `path` if it cannot be written.
         """
         model = unwrap_model(model)
+        self._check_one_batch()
         self._commit_prompts()
         make_snapshot: Callable[..., Snapshot] = self._snapshot_class
         snapshot = make_snapshot(
