@@ -66,6 +66,17 @@ def test_a_loaded_prompt_equals_reading_in_blocks(
     assert_same(loaded, expected)
 
 
+@pytest.mark.parametrize("name", ["transform", "gear"])
+def test_static_layers_share_prompts_with_growing_ones(tiny_llama, tmp_path, assert_same, name):
+    store, input_ids = PromptStore(tmp_path), prompt(700)
+    store.read(tiny_llama, input_ids, name)
+    growing = store.cache_for(tiny_llama, input_ids, name)
+    loaded = store.cache_for(tiny_llama, input_ids, name, max_cache_len=900)
+    assert loaded.is_compileable and loaded.get_seq_length() == 512
+    assert torch.equal(generate(tiny_llama, input_ids, loaded), generate(tiny_llama, input_ids, growing))
+    assert_same(loaded, growing)
+
+
 def test_calibrations_do_not_share_prompts(tiny_llama, tmp_path, assert_same, read_in_blocks, random_windows):
     first, second = (calibrate_transform(tiny_llama, random_windows(number, 300), num_draws=1) for number in (1, 2))
     input_ids, store = prompt(600), PromptStore(tmp_path)
@@ -176,6 +187,9 @@ def test_wrong_options_are_refused(tiny_llama, tmp_path):
     for message, call in {
         "one prompt of shape": lambda: store.read(tiny_llama, torch.zeros(2, 300, dtype=torch.long)),
         "has to be a `TransformCodingCache` or a `GEARCache`": lambda: store.cache_for(tiny_llama, prompt(10), "h2o"),
+        "`attention_mask` of the cache": lambda: store.cache_for(
+            tiny_llama, prompt(10), create_cache("gear", tiny_llama, attention_mask=torch.arange(10)[None] > 2)
+        ),
         "`sliding` has to be": lambda: store.cache_for(tiny_llama, prompt(10), sliding="compressed"),
         "`block_tokens`": lambda: PromptStore(tmp_path, block_tokens=0),
         "`max_bytes`": lambda: PromptStore(tmp_path, max_bytes="much"),

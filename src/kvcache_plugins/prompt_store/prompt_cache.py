@@ -19,14 +19,12 @@ from transformers.cache_utils import (
 from kvcache_plugins.codecs.codec import CodecState
 from kvcache_plugins.gear import GEARCache
 from kvcache_plugins.layers.compressed_layer import CompressedLayer
-from kvcache_plugins.layers.group_layer import GroupLayer
 from kvcache_plugins.layers.layer_factory import attention_class
 from kvcache_plugins.layers.layer_state import DenseState, LayerState, SegmentState, State
 from kvcache_plugins.layers.recurrent_state import RecurrentStates, recurrent_states
-from kvcache_plugins.layers.row_layer import RowLayer
 from kvcache_plugins.layers.segments import ROWS
 from kvcache_plugins.packed.cache import PackedCache
-from kvcache_plugins.packed.snapshot import check_number, restore_layers, state_of
+from kvcache_plugins.packed.snapshot import PACKED_CLASSES, check_number, restore_layers, state_of
 from kvcache_plugins.transform_coding import TransformCodingCache
 
 from .blocks import PromptBlock
@@ -34,7 +32,7 @@ from .folder import Lease
 
 
 # Keys and values of these can be cut
-_KNOWN_CLASSES = (GroupLayer, RowLayer, DynamicLayer, DynamicSlidingWindowLayer)
+_KNOWN_CLASSES = (*PACKED_CLASSES, DynamicLayer, DynamicSlidingWindowLayer)
 # These replace states of earlier tokens
 _REPLACING_CLASSES = (DynamicSlidingWindowLayer, LinearAttentionLayer)
 
