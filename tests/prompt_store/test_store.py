@@ -21,7 +21,6 @@ from kvcache_plugins import GEARCache, PromptStore, create_cache
 from kvcache_plugins.files.records import write_record
 from kvcache_plugins.prompt_store.blocks import FORMAT, read_block
 from kvcache_plugins.prompt_store.maintenance import clear, list_prompts
-from kvcache_plugins.prompt_store.prompt_cache import TransformCodingPromptCache
 from kvcache_plugins.transform_coding.calibration import calibrate_transform
 
 
@@ -319,7 +318,8 @@ def test_damage_is_reported_once_and_repaired(tiny_llama, tmp_path, assert_same,
     assert store.stats()["tokens_saved"] == 256 * number + 512
 
 
-def test_an_error_while_loading_ends_the_lease(tiny_llama, tmp_path, monkeypatch):
+@pytest.mark.parametrize("step", ["store.read_block", "prompt_cache.PromptCache.fill"])
+def test_an_error_while_loading_ends_the_lease(tiny_llama, tmp_path, monkeypatch, step):
     input_ids, store = prompt(300), PromptStore(tmp_path)
     kept = store.read(tiny_llama, input_ids)
     leases = set((tmp_path / "leases").iterdir())
@@ -327,7 +327,7 @@ def test_an_error_while_loading_ends_the_lease(tiny_llama, tmp_path, monkeypatch
     def run_out_of_memory(*args):
         raise MemoryError
 
-    monkeypatch.setattr(TransformCodingPromptCache, "fill", run_out_of_memory)
+    monkeypatch.setattr(f"kvcache_plugins.prompt_store.{step}", run_out_of_memory)
     with pytest.raises(MemoryError):
         store.read(tiny_llama, input_ids)
     assert set((tmp_path / "leases").iterdir()) == leases and kept.get_seq_length() == 300

@@ -290,6 +290,10 @@ class PromptStore:
                 self._remove_damaged(*damage)
         except OSError as error:
             warn_user(f"the prompt store cannot be read: {error}")
+        except BaseException:
+            if lease is not None:
+                lease.end()
+            raise
         self._count(load_seconds=time.perf_counter() - started)
         return blocks, lease
 
