@@ -111,6 +111,10 @@ class StaticLayer(CompressedLayer[AnySegment, AnyCodec]):
         super().restore(state, device, path)
         self._look_for_kernels()
 
+    def _move_to(self, device: torch.device) -> None:
+        super()._move_to(device)
+        self._look_for_kernels()
+
     def _look_for_kernels(self) -> None:
         """Decide if capacity is reserved; a `ValueError` if `max_length` asks for it and kernels are missing."""
         has_kernels = compiles_kernels(torch.empty(0, dtype=torch.float32, device=self.device))
