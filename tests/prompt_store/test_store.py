@@ -121,6 +121,17 @@ def test_prompts_share_their_common_beginning(tiny_llama, tmp_path, assert_same,
     assert_same(cache, read_in_blocks(tiny_llama, second, create_cache("transform", tiny_llama)))
 
 
+def test_blocks_do_not_depend_on_tokens_that_were_dropped(tiny_llama, tmp_path, assert_same, read_in_blocks):
+    input_ids, store = prompt(1025), PromptStore(tmp_path)
+    cache = store.read(tiny_llama, input_ids[:, :768])
+    read_in_blocks(tiny_llama, prompt(240), cache, length=1)
+    # Queries of the dropped tokens were recorded for the fit at 1024 tokens
+    cache.crop(-240)
+    store.prefill(tiny_llama, cache, input_ids)
+    expected = read_in_blocks(tiny_llama, input_ids[:, :1024], create_cache("transform", tiny_llama))
+    assert_same(PromptStore(tmp_path).cache_for(tiny_llama, input_ids), expected)
+
+
 def test_a_prompt_is_stored_after_generation_in_chunks(tiny_llama, tmp_path):
     input_ids, store = prompt(600), PromptStore(tmp_path)
     cache = store.cache_for(tiny_llama, input_ids, "transform-22")

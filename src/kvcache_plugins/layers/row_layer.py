@@ -483,6 +483,9 @@ class RowLayer(CompressedLayer[RowSegment, Codec]):
                 "`activate_past_recording()` of the cache before the tokens that are to be taken back"
             )
         super().crop_tokens(count)
+        if self._length and not (self._uses_queries or self._records_queries):
+            # Queries of dropped tokens alone
+            self._moments, self._newest_queries = None, []
 
     # Queries that the codec is fitted to
 
