@@ -121,9 +121,12 @@ def test_prompts_share_their_common_beginning(tiny_llama, tmp_path, assert_same,
     assert_same(cache, read_in_blocks(tiny_llama, second, create_cache("transform", tiny_llama)))
 
 
-def test_blocks_do_not_depend_on_tokens_that_were_dropped(tiny_llama, tmp_path, assert_same, read_in_blocks):
+def test_blocks_do_not_depend_on_forks_and_dropped_tokens(tiny_llama, tmp_path, assert_same, read_in_blocks):
     input_ids, store = prompt(1025), PromptStore(tmp_path)
-    cache = store.read(tiny_llama, input_ids[:, :768])
+    cache = store.read(tiny_llama, input_ids[:, :256])
+    # Ends a segment, but not the use of its tables
+    cache.fork(1)
+    store.prefill(tiny_llama, cache, input_ids[:, :769])
     read_in_blocks(tiny_llama, prompt(240), cache, length=1)
     # Queries of the dropped tokens were recorded for the fit at 1024 tokens
     cache.crop(-240)

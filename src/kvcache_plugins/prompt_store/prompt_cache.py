@@ -234,8 +234,9 @@ def _cut(state: State, index: int, tokens: slice) -> LayerState | DenseState:
     if block is None:
         raise ValueError(f"layer {index} has not compressed tokens {tokens.start} to {tokens.stop} together")
     is_first = tokens.start == 0
-    # Tables are in the first block whose rows are read by them
-    starts_tables = any(each.start == block.start for each in state.blocks)
+    # Tables are in the first block whose rows are read by them; a fork ends a segment, too
+    starts = [each.start for number, each in enumerate(state.blocks) if not number or _has_new_tables(state, number)]
+    starts_tables = block.start in starts
     return dataclasses.replace(
         state,
         length=tokens.stop,
@@ -248,6 +249,14 @@ def _cut(state: State, index: int, tokens: slice) -> LayerState | DenseState:
         moments=None,
         tables=(block.tables or state.tables) if starts_tables else None,
     )
+
+
+def _has_new_tables(state: LayerState, number: int) -> bool:
+    """Return true if compressed tokens, by number, are read by other tables than those before them."""
+    before, own = state.blocks[number - 1].tables, state.blocks[number].tables
+    if before is None or own is None:
+        return before is not own
+    return before.keys["widths"] is not own.keys["widths"]
 
 
 def _find_block(blocks: Sequence[SegmentState], tokens: slice) -> SegmentState | None:
