@@ -34,6 +34,7 @@ from kvcache_plugins.formats.positions import Positions
 from kvcache_plugins.kernels.attention_call import AttentionCall
 from kvcache_plugins.kernels.c_structs import TILE
 from kvcache_plugins.kernels.engine import MAX_NUM_QUERIES
+from kvcache_plugins.kernels.ops import to_dtype
 
 from .compressed_layer import CompressedLayer
 from .exact_tokens import ExactPrefix
@@ -261,7 +262,7 @@ class RowLayer(CompressedLayer[RowSegment, Codec]):
         """Decode the tokens of a segment but the `first` ones."""
         codec, rows = segment.codec or self._codec_of(segment.is_recent), slice(first, segment.length)
         keys = codec.decode_keys(segment.keys[:, :, rows], Positions(segment.start + first, self.padding))
-        return keys.to(self.dtype), codec.decode_values(segment.values[:, :, rows]).to(self.dtype)
+        return to_dtype(keys, self.dtype), to_dtype(codec.decode_values(segment.values[:, :, rows]), self.dtype)
 
     def _replace_codec(self, fitted: Codec) -> None:
         """Use a codec from now on: recent rows are coded again, older ones keep the codec that they have."""
