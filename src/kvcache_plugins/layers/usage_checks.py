@@ -2,8 +2,9 @@
 
 A cache gets states, layer by layer, and no model. Numbers of layers and heads are checked while it reads its first
 prompt; later its layers refuse states that do not fit those held. When a forward begins, the first layer must hold as
-many tokens as the last one; otherwise the forward before failed between them. When states are refused, the layers
-that have stored tokens of the same forward drop these again, so that the cache stays usable.
+many tokens as the last one; otherwise the forward before failed between them. So must every change of the batch have
+reached all layers. When states are refused, the layers that have stored tokens of the same forward drop these again,
+so that the cache stays usable.
 """
 
 from __future__ import annotations
