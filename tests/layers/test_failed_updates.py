@@ -1,8 +1,9 @@
-"""Updates that run out of memory: a layer is as it was before, wherever its memory ended.
+"""Updates, crops and changes of the batch that run out of memory: a layer is as it was before, wherever memory ended.
 
-Each operation of PyTorch that the package makes in an update fails once, in turn, as an allocation would.
+Each operation of PyTorch that the package makes meanwhile fails once, in turn, as an allocation would.
 """
 
+import copy
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +23,13 @@ SOURCES = str(Path(kvcache_plugins.__file__).parent)
 CACHES = ["transform", "gear-4bit:residual_length=16", "infinigen:recent=8", "infinigen-transform:recent=8", "h2o"]
 # Tokens of the updates before the one that fails, and of that one; among many single ones is a step that packs tokens
 CASES = {"prompt": ([], 100), "step": ([100, *[1] * 40], 1), "chunk": ([90, 3], 60), "later-fit": ([70, 1], 230)}
+# Calls that change what is stored
+CHANGES: dict[str, Callable[[Cache], object]] = {
+    "reorder": lambda cache: cache.reorder_cache(torch.tensor([1, 0])),
+    "repeat": lambda cache: cache.batch_repeat_interleave(2),
+    "select": lambda cache: cache.batch_select_indices(torch.tensor([1])),
+    "crop": lambda cache: cache.crop(-20),
+}
 # Tokens of the updates behind it
 AFTER = (1, 1, 8)
 # Operations that fail, at most, spread evenly; the last one always does
@@ -167,3 +175,65 @@ def test_layer_goes_on_to_move_where_memory_ended(one_layer, random_windows, nam
         assert layer.device.type == "cpu"
         layer._move_to(device)
         assert layer.device == device and held(layer) == held(moved)
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize("before", [[100, *[1] * 40], [70, *[1] * 3, 230, *[1] * 20], [30, 1, 1]], ids=len)
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("name", [*CACHES, "transform:max_cache_len=400", "gear-2bit:max_cache_len=400"])
+@torch.no_grad()
+def test_layer_is_as_before_a_change_that_fails(one_layer, random_windows, name, change, before):
+    ids = torch.stack(random_windows(2, 340))
+    filled = create_cache(name, one_layer)
+    feed(one_layer, filled, ids, before)
+    expected = feed(one_layer, copy.deepcopy(filled), ids, AFTER)
+    twin = copy.deepcopy(filled)
+    with FailingOperations() as operations:
+        CHANGES[change](twin)
+    for number in range(operations.count, 0, -max(operations.count // MOST_FAILURES, 1)):
+        cache = copy.deepcopy(filled)
+        with pytest.raises((torch.OutOfMemoryError, MemoryError)), FailingOperations(number):
+            CHANGES[change](cache)
+        got = feed(one_layer, cache, ids, AFTER)
+        torch.testing.assert_close(got, expected, msg=lambda text, number=number: f"operation {number}: {text}")
+
+
+@pytest.mark.parametrize("change", ["reorder", "repeat", "select"])
+@torch.no_grad()
+def test_a_change_that_some_layers_miss_is_no_batch_to_go_on_with(tiny_llama, random_windows, tmp_path, change):
+    ids = torch.stack(random_windows(2, 120))
+    cache = create_cache("transform", tiny_llama)
+    feed(tiny_llama, cache, ids, [100])
+    twin = copy.deepcopy(cache)
+    with FailingOperations() as operations:
+        CHANGES[change](twin)
+    with pytest.raises(torch.OutOfMemoryError), FailingOperations(operations.count):
+        CHANGES[change](cache)
+    with pytest.raises(ValueError, match="broke off between layers"):
+        feed(tiny_llama, cache.fork(1)[0], ids, [1])
+    with pytest.raises(ValueError, match="broke off between layers"):
+        cache.save(tmp_path / "cache.safetensors", tiny_llama)
+    cache.reset()
+    fresh = create_cache("transform", tiny_llama)
+    torch.testing.assert_close(feed(tiny_llama, cache, ids, [100, 1]), feed(tiny_llama, fresh, ids, [100, 1]))
+
+
+@torch.no_grad()
+def test_a_prompt_whose_window_cannot_be_evicted_leaves_the_layer_as_it_was(tiny_model, random_windows):
+    model = tiny_model("mistral-sliding", num_hidden_layers=1, sliding_window=100)
+    ids, before = torch.stack(random_windows(2, 340)), [150, 60, 60]
+
+    def read_before() -> Cache:
+        cache = create_cache("transform:sliding=compressed", model)
+        feed(model, cache, ids, before)
+        return cache
+
+    expected = feed(model, read_before(), ids, [30, *AFTER])
+    cache = read_before()
+    with FailingOperations() as operations:
+        feed(model, cache, ids, [30])
+    for number in range(operations.count, operations.count - 10, -1):
+        cache = read_before()
+        with pytest.raises(torch.OutOfMemoryError), FailingOperations(number):
+            feed(model, cache, ids, [30])
+        torch.testing.assert_close(feed(model, cache, ids, [30, *AFTER]), expected)

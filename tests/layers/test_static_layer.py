@@ -10,7 +10,8 @@ from transformers import DynamicCache
 from transformers.generation import CompileConfig
 
 from kvcache_plugins import TransformCodingCache, create_cache
-from kvcache_plugins.layers.static_layer import static_attention
+from kvcache_plugins.layers.static_layer import StaticLayer, static_attention
+from kvcache_plugins.layers.static_row_layer import StaticRowLayer
 from kvcache_plugins.models.cache_argument import as_argument
 
 
@@ -184,6 +185,20 @@ def test_a_static_cache_serves_eager_steps_at_any_time(tiny_llama, tmp_path):
     assert torch.equal(*decode(tiny_llama, cache, first[[1, 1]], 12))
     cache.reset()
     assert torch.equal(read(tiny_llama, cache, prompts(2, 97)["input_ids"]), first)
+
+
+def test_a_layer_that_was_loaded_for_a_config_is_static_once_it_is_on_a_gpu(make_cache, monkeypatch):
+    monkeypatch.setattr("kvcache_plugins.transform_coding.cache.has_gpu_kernels", lambda: True)
+    cache = make_cache(max_cache_len=None)
+    fill(cache, make_states(90), 90)
+    layer = cache.layers[0]
+    assert isinstance(layer, StaticRowLayer) and not layer._is_static
+    # The device `meta` stands for a GPU
+    monkeypatch.setattr(f"{StaticLayer.__module__}.compiles_kernels", lambda states: states.device.type == "meta")
+    monkeypatch.setattr(f"{StaticLayer.__module__}.load_triton", lambda: None)
+    monkeypatch.setattr(StaticRowLayer, "_explain_packing", lambda self, triton: None)
+    layer._move_to(torch.device("meta"))
+    assert layer._is_static
 
 
 def test_short_prompts_wait_until_something_is_coded(tiny_llama):

@@ -21,7 +21,6 @@ from kvcache_plugins import GEARCache, PromptStore, create_cache
 from kvcache_plugins.files.records import write_record
 from kvcache_plugins.prompt_store.blocks import FORMAT, read_block
 from kvcache_plugins.prompt_store.maintenance import clear, list_prompts
-from kvcache_plugins.prompt_store.prompt_cache import TransformCodingPromptCache
 from kvcache_plugins.transform_coding.calibration import calibrate_transform
 
 
@@ -64,6 +63,17 @@ def test_a_loaded_prompt_equals_reading_in_blocks(
     expected = read_in_blocks(model, input_ids[:, :768], create_cache(name, model))
     assert torch.equal(generate(model, input_ids, loaded), generate(model, input_ids, expected))
     assert_same(loaded, expected)
+
+
+@pytest.mark.parametrize("name", ["transform", "gear"])
+def test_static_layers_share_prompts_with_growing_ones(tiny_llama, tmp_path, assert_same, name):
+    store, input_ids = PromptStore(tmp_path), prompt(700)
+    store.read(tiny_llama, input_ids, name)
+    growing = store.cache_for(tiny_llama, input_ids, name)
+    loaded = store.cache_for(tiny_llama, input_ids, name, max_cache_len=900)
+    assert loaded.is_compileable and loaded.get_seq_length() == 512
+    assert torch.equal(generate(tiny_llama, input_ids, loaded), generate(tiny_llama, input_ids, growing))
+    assert_same(loaded, growing)
 
 
 def test_calibrations_do_not_share_prompts(tiny_llama, tmp_path, assert_same, read_in_blocks, random_windows):
@@ -109,6 +119,20 @@ def test_prompts_share_their_common_beginning(tiny_llama, tmp_path, assert_same,
     assert store.stats()["blocks_kept"] == 6 and store.stats()["tokens_saved"] == 512
     assert len(list(tmp_path.glob("blocks/*/*.safetensors"))) == 6
     assert_same(cache, read_in_blocks(tiny_llama, second, create_cache("transform", tiny_llama)))
+
+
+def test_blocks_do_not_depend_on_forks_and_dropped_tokens(tiny_llama, tmp_path, assert_same, read_in_blocks):
+    input_ids, store = prompt(1025), PromptStore(tmp_path)
+    cache = store.read(tiny_llama, input_ids[:, :256])
+    # Ends a segment, but not the use of its tables
+    cache.fork(1)
+    store.prefill(tiny_llama, cache, input_ids[:, :769])
+    read_in_blocks(tiny_llama, prompt(240), cache, length=1)
+    # Queries of the dropped tokens were recorded for the fit at 1024 tokens
+    cache.crop(-240)
+    store.prefill(tiny_llama, cache, input_ids)
+    expected = read_in_blocks(tiny_llama, input_ids[:, :1024], create_cache("transform", tiny_llama))
+    assert_same(PromptStore(tmp_path).cache_for(tiny_llama, input_ids), expected)
 
 
 def test_a_prompt_is_stored_after_generation_in_chunks(tiny_llama, tmp_path):
@@ -176,6 +200,9 @@ def test_wrong_options_are_refused(tiny_llama, tmp_path):
     for message, call in {
         "one prompt of shape": lambda: store.read(tiny_llama, torch.zeros(2, 300, dtype=torch.long)),
         "has to be a `TransformCodingCache` or a `GEARCache`": lambda: store.cache_for(tiny_llama, prompt(10), "h2o"),
+        "`attention_mask` of the cache": lambda: store.cache_for(
+            tiny_llama, prompt(10), create_cache("gear", tiny_llama, attention_mask=torch.arange(10)[None] > 2)
+        ),
         "`sliding` has to be": lambda: store.cache_for(tiny_llama, prompt(10), sliding="compressed"),
         "`block_tokens`": lambda: PromptStore(tmp_path, block_tokens=0),
         "`max_bytes`": lambda: PromptStore(tmp_path, max_bytes="much"),
@@ -305,7 +332,8 @@ def test_damage_is_reported_once_and_repaired(tiny_llama, tmp_path, assert_same,
     assert store.stats()["tokens_saved"] == 256 * number + 512
 
 
-def test_an_error_while_loading_ends_the_lease(tiny_llama, tmp_path, monkeypatch):
+@pytest.mark.parametrize("step", ["store.read_block", "prompt_cache.PromptCache.fill"])
+def test_an_error_while_loading_ends_the_lease(tiny_llama, tmp_path, monkeypatch, step):
     input_ids, store = prompt(300), PromptStore(tmp_path)
     kept = store.read(tiny_llama, input_ids)
     leases = set((tmp_path / "leases").iterdir())
@@ -313,7 +341,7 @@ def test_an_error_while_loading_ends_the_lease(tiny_llama, tmp_path, monkeypatch
     def run_out_of_memory(*args):
         raise MemoryError
 
-    monkeypatch.setattr(TransformCodingPromptCache, "fill", run_out_of_memory)
+    monkeypatch.setattr(f"kvcache_plugins.prompt_store.{step}", run_out_of_memory)
     with pytest.raises(MemoryError):
         store.read(tiny_llama, input_ids)
     assert set((tmp_path / "leases").iterdir()) == leases and kept.get_seq_length() == 300

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from kvcache_plugins import BlockCodec
+from kvcache_plugins import BlockCodec, create_cache
 from kvcache_plugins.files.records import dump_record, load_record
 from kvcache_plugins.transform_coding.block_codec import FORMAT, PackedBlock
 
@@ -131,6 +131,22 @@ def test_a_token_beyond_the_scales_of_its_block_is_refused():
     block[1, 1, -1] = 3e4
     with pytest.raises(ValueError, match="a token in layer 1 that is too large for its tables"):
         BlockCodec().pack(block, 10)
+
+
+@pytest.mark.parametrize("name", ["blocks", "transform", "kivi-2bit"])
+def test_no_number_of_float16_becomes_infinite(name):
+    block = make_block(200, torch.float16, layers=1)
+    block[..., 3] = 65504 * block[..., 3].sign()
+    if name == "blocks":
+        read = [BlockCodec().unpack(BlockCodec().pack(block))]
+    else:
+        cache = create_cache(name)
+        cache.update(*block[0].transpose(1, 2)[:, None], 0)
+        (layer,) = cache.layers
+        layer.commit_prompt()
+        tiles = [each for *states, _ in layer.iter_dense(None) for each in states]
+        read = [layer.to_dense("keys"), layer.to_dense("values"), *tiles]
+    assert all(bool(each.isfinite().all()) for each in read)
 
 
 def test_more_bits_lose_less_and_layers_are_independent():

@@ -18,9 +18,11 @@ positions of the sequence, D head dim.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -226,7 +228,7 @@ class TokenSlots:
 
     def drop_newest(self, count: int, length: int) -> None:
         """Remove the newest `count` of `length` tokens, and revoke the weights of their queries."""
-        self.positions.masked_fill_(self.positions >= length - count, FREE)
+        self.positions = self.positions.masked_fill(self.positions >= length - count, FREE)
         self.num_used = int(self.count().amax())
         if self.newest_weights is not None:
             num_remaining = self.newest_weights.shape[2] - count
@@ -477,6 +479,9 @@ class H2OLayer(LazyLayer):
     def _drop_newest(self, count: int) -> None:
         assert self.slots is not None, "a prompt is stored before it is cropped"
         self.slots.drop_newest(count, self._length)
+
+    def _copied(self) -> dict[str, Any]:
+        return {**super()._copied(), "slots": copy.copy(self.slots)}
 
     def _map_stored(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         if self.slots is not None:

@@ -13,7 +13,7 @@ selection.
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -590,6 +590,12 @@ class InfiniGenLayer(LazyLayer):
             scoring.truncate(pool.num_slots)
         if self.tail is not None:
             self.tail.drop_last(min(count, self.tail.length))
+
+    def _copied(self) -> dict[str, Any]:
+        pool = copy.copy(self.pool)
+        if pool is not None:
+            pool.usage = copy.copy(pool.usage)
+        return {**super()._copied(), "pool": pool, "scoring": copy.copy(self.scoring), "tail": copy.copy(self.tail)}
 
     def _map_stored(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self.invalidate_plan()

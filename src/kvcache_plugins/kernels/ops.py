@@ -80,6 +80,14 @@ def channel_moments(
     return reference.channel_moments(states, valid, layout, positions)
 
 
+def to_dtype(states: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Convert decoded states to a dtype: none becomes infinite whose error takes it beyond the numbers of float16."""
+    if dtype is torch.float16 and states.dtype is not dtype:
+        largest = torch.finfo(dtype).max
+        states = states.clamp(-largest, largest)
+    return states.to(dtype)
+
+
 def decode_tiles(
     part: DensePart | GroupPart | RowPart | OpaqueRowPart, sides: Collection[str] = SIDES
 ) -> Iterator[Tile]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Generic, NamedTuple
+from typing import Any, Generic, NamedTuple
 
 import torch
 
@@ -23,7 +23,7 @@ from kvcache_plugins.kernels.attention import attend
 from kvcache_plugins.kernels.attention_call import AttentionCall
 from kvcache_plugins.kernels.engine import choose_kernel
 from kvcache_plugins.kernels.masks import combine_masks, hide_first, mask_columns, slice_mask
-from kvcache_plugins.kernels.ops import decode_tiles
+from kvcache_plugins.kernels.ops import decode_tiles, to_dtype
 
 from .exact_tokens import ExactPrefix, ExactTail
 from .layer_state import ExactStates, LayerState, SegmentState
@@ -441,7 +441,7 @@ class CompressedLayer(LazyLayer, Generic[AnySegment, AnyCodec]):
             for keys, values, start, stop in decode_tiles(part, {side}):
                 states = (keys if side == "keys" else values)[:, :, max(first - position - start, 0) :]
                 end = max(position + stop - first, 0)
-                dense[:, :, end - states.shape[2] : end] = states
+                dense[:, :, end - states.shape[2] : end] = to_dtype(states, self.dtype)
         # Last, as segments may span tokens of the prefix
         if self.storage.prefix is not None:
             self.storage.prefix.write_dense(side, dense, first)
@@ -450,7 +450,8 @@ class CompressedLayer(LazyLayer, Generic[AnySegment, AnyCodec]):
     def iter_dense(self, mask: torch.Tensor | None) -> MaskedTiles:
         for part in self._parts(mask):
             for keys, values, start, stop in decode_tiles(part):
-                yield keys.to(self.dtype), values.to(self.dtype), slice_mask(part.mask, start, stop)
+                columns = slice_mask(part.mask, start, stop)
+                yield to_dtype(keys, self.dtype), to_dtype(values, self.dtype), columns
 
     def _drop_newest(self, count: int) -> None:
         stop = self._length - count
@@ -459,6 +460,11 @@ class CompressedLayer(LazyLayer, Generic[AnySegment, AnyCodec]):
         self.storage.drop_newest(stop, self.exact_start)
         if self._dense.num_first > stop:
             self._set_dense(stop)
+
+    def _copied(self) -> dict[str, Any]:
+        # Before the attributes: to read the storage of a static layer may change them
+        storage = self.storage.copy()
+        return {**super()._copied(), "storage": storage}
 
     def _map_stored(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self.invalidate_plan()

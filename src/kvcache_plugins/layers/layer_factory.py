@@ -157,9 +157,11 @@ def _hybrid_class(base: type[LazyLayer]) -> Callable[[LazyLayer, int], LazyLayer
                 yield from ((states, index, tensor) for index, tensor in states.items() if tensor is not None)
 
         def map_tensors(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+            # First, as the others are as they were if anything is raised
+            mapped = [(states, index, function(tensor)) for states, index, tensor in self._recurrent_tensors()]
             base.map_tensors(self, function)
-            for states, index, tensor in list(self._recurrent_tensors()):
-                states[index] = function(tensor)
+            for states, index, tensor in mapped:
+                states[index] = tensor
 
         def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
             yield from base.named_tensors(self)

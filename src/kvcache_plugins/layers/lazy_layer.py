@@ -7,6 +7,7 @@ is computed as in a dense cache, and the prompt is committed right after it, whe
 import copy
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from operator import index
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -503,6 +504,23 @@ class LazyLayer(CacheLayerMixin):
         self._num_new = 0
         self._shorten(length)
 
+    @contextmanager
+    def _all_or_nothing(self) -> Iterator[None]:
+        """Leave the layer as it was if the block raises anything."""
+        before, padding = self._copied(), copy.copy(self._left_padding)
+        try:
+            yield
+        except BaseException:
+            for name, value in before.items():
+                setattr(self, name, value)
+            vars(self._left_padding).update(vars(padding))
+            self.invalidate_plan()
+            raise
+
+    def _copied(self) -> dict[str, Any]:
+        """Return all attributes by name, with a copy of each object that holds tensors and may get others."""
+        return dict(vars(self))
+
     def _empty(self) -> None:
         """Forget everything but the counters."""
         counters = self._counters
@@ -531,15 +549,16 @@ class LazyLayer(CacheLayerMixin):
         if count == self._length:
             self._empty()
             return
-        if is_uncommitted:
-            self._uncommitted_prompt = None
-        else:
-            self._drop_newest(count)
-        self._num_new = max(self._num_new - count, 0)
-        self._index = {
-            name: states[..., : max(states.shape[-2] - count, 0), :] for name, states in self._index.items()
-        }
-        self._shorten(self._length - count)
+        with self._all_or_nothing():
+            if is_uncommitted:
+                self._uncommitted_prompt = None
+            else:
+                self._drop_newest(count)
+            self._num_new = max(self._num_new - count, 0)
+            self._index = {
+                name: states[..., : max(states.shape[-2] - count, 0), :] for name, states in self._index.items()
+            }
+            self._shorten(self._length - count)
 
     def _is_uncommitted(self, count: int) -> bool:
         """Return true if the newest `count` tokens are an uncommitted prompt."""
@@ -553,16 +572,20 @@ class LazyLayer(CacheLayerMixin):
 
     @without_caller_contexts
     def map_tensors(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Replace every stored tensor by `function` of it; the batch is the first dimension of each."""
+        """
+        Replace every stored tensor by `function` of it; the batch is the first dimension of each. If anything is
+        raised, everything is as it was.
+        """
         self.handed_out.read_scores()
         self.commit_prompt()
-        self._map_stored(function)
-        self._index = {name: function(states) for name, states in self._index.items()}
-        if self.padding is not None:
-            self.set_padding(function(self.padding))
-        for _, tensor in self.named_tensors():
-            self._set_batch_size(tensor.shape[0])
-            break
+        with self._all_or_nothing():
+            self._map_stored(function)
+            self._index = {name: function(states) for name, states in self._index.items()}
+            if self.padding is not None:
+                self.set_padding(function(self.padding))
+            for _, tensor in self.named_tensors():
+                self._set_batch_size(tensor.shape[0])
+                break
 
     def _select(self, sequences: torch.Tensor) -> None:
         """Replace the batch by some of its sequences, by number."""

@@ -34,6 +34,7 @@ from kvcache_plugins.formats.positions import Positions
 from kvcache_plugins.kernels.attention_call import AttentionCall
 from kvcache_plugins.kernels.c_structs import TILE
 from kvcache_plugins.kernels.engine import MAX_NUM_QUERIES
+from kvcache_plugins.kernels.ops import to_dtype
 
 from .compressed_layer import CompressedLayer
 from .exact_tokens import ExactPrefix
@@ -117,9 +118,10 @@ class RowLayer(CompressedLayer[RowSegment, Codec]):
             self._evict_out_of_window()
 
     def _store_prompt(self, keys: torch.Tensor, values: torch.Tensor, *, is_first: bool) -> None:
-        super()._store_prompt(keys, values, is_first=is_first)
-        if not is_first and not self.record_past:
-            self._evict_out_of_window()
+        with self._all_or_nothing():
+            super()._store_prompt(keys, values, is_first=is_first)
+            if not is_first and not self.record_past:
+                self._evict_out_of_window()
 
     def _commit(self, keys: torch.Tensor, values: torch.Tensor, *, is_prompt: bool) -> None:
         unfitted, moments, newest_queries = self._unfitted_sequences, self._moments, self._newest_queries
@@ -260,7 +262,7 @@ class RowLayer(CompressedLayer[RowSegment, Codec]):
         """Decode the tokens of a segment but the `first` ones."""
         codec, rows = segment.codec or self._codec_of(segment.is_recent), slice(first, segment.length)
         keys = codec.decode_keys(segment.keys[:, :, rows], Positions(segment.start + first, self.padding))
-        return keys.to(self.dtype), codec.decode_values(segment.values[:, :, rows]).to(self.dtype)
+        return to_dtype(keys, self.dtype), to_dtype(codec.decode_values(segment.values[:, :, rows]), self.dtype)
 
     def _replace_codec(self, fitted: Codec) -> None:
         """Use a codec from now on: recent rows are coded again, older ones keep the codec that they have."""
@@ -431,15 +433,16 @@ class RowLayer(CompressedLayer[RowSegment, Codec]):
     def _evict_out_of_window(self) -> None:
         """Drop tokens that no later query sees, some rows at a time."""
         storage = self.storage
-        first, count = self._first_seen(self._length), len(storage.segments)
+        first = self._first_seen(self._length)
         if first <= storage.first_held:
             return
-        storage.segments = [segment for segment in storage.segments if segment.stop > first]
-        oldest = storage.segments[0] if storage.segments else None
+        seen = [segment for segment in storage.segments if segment.stop > first]
+        oldest = seen[0] if seen else None
         num_dropped = 0 if oldest is None else max(first - oldest.start, 0) // DROP_STEP * DROP_STEP
         if oldest is not None and num_dropped:
             oldest.drop_first(num_dropped)
-        if num_dropped or len(storage.segments) < count:
+        if num_dropped or len(seen) < len(storage.segments):
+            storage.segments = seen
             storage.version += 1
             self._mark_evicted(self.exact_start if oldest is None else oldest.start)
 
@@ -481,6 +484,9 @@ class RowLayer(CompressedLayer[RowSegment, Codec]):
                 "`activate_past_recording()` of the cache before the tokens that are to be taken back"
             )
         super().crop_tokens(count)
+        if self._length and not (self._uses_queries or self._records_queries):
+            # Queries of dropped tokens alone
+            self._moments, self._newest_queries = None, []
 
     # Queries that the codec is fitted to
 

@@ -111,6 +111,10 @@ class StaticLayer(CompressedLayer[AnySegment, AnyCodec]):
         super().restore(state, device, path)
         self._look_for_kernels()
 
+    def _move_to(self, device: torch.device) -> None:
+        super()._move_to(device)
+        self._look_for_kernels()
+
     def _look_for_kernels(self) -> None:
         """Decide if capacity is reserved; a `ValueError` if `max_length` asks for it and kernels are missing."""
         has_kernels = compiles_kernels(torch.empty(0, dtype=torch.float32, device=self.device))
@@ -381,9 +385,10 @@ class StaticLayer(CompressedLayer[AnySegment, AnyCodec]):
 
     @without_caller_contexts
     def crop_tokens(self, count: int) -> None:
-        super().crop_tokens(count)
-        self._num_checked = max(self._num_checked - count, 0)
-        self._prepare_steps()
+        with self._all_or_nothing():
+            super().crop_tokens(count)
+            self._num_checked = max(self._num_checked - count, 0)
+            self._prepare_steps()
 
     def share(self) -> Iterator[torch.Tensor]:
         # Its storage may be shared

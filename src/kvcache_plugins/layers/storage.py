@@ -40,9 +40,10 @@ class LayerStorage(Generic[AnySegment]):
         self.set_prefix(None)
 
     def copy(self) -> LayerStorage[AnySegment]:
-        """Return a storage of the same tensors; to pack tokens into one does not change the other."""
+        """Return a storage of the same tensors; to pack, drop or map tokens of one does not change the other."""
         other: LayerStorage[AnySegment] = copy.copy(self)
         other.segments = list(map(copy.copy, self.segments))
+        other.prefix, other.tail = copy.copy(self.prefix), copy.copy(self.tail)
         return other
 
     def set_prefix(self, prefix: ExactPrefix | None, stop: int | None = None) -> None:

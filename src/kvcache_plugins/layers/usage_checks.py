@@ -2,8 +2,9 @@
 
 A cache gets states, layer by layer, and no model. Numbers of layers and heads are checked while it reads its first
 prompt; later its layers refuse states that do not fit those held. When a forward begins, the first layer must hold as
-many tokens as the last one; otherwise the forward before failed between them. When states are refused, the layers
-that have stored tokens of the same forward drop these again, so that the cache stays usable.
+many tokens as the last one; otherwise the forward before failed between them. So must every change of the batch have
+reached all layers. When states are refused, the layers that have stored tokens of the same forward drop these again,
+so that the cache stays usable.
 """
 
 from __future__ import annotations
@@ -50,6 +51,8 @@ class UsageChecksMixin(Cache):
     _first_layer = 0
     # Tokens held when the current forward began: 0 while a first prompt is read
     _num_held = 0
+    # True if some layers hold another batch than others
+    _has_two_batches = False
 
     def __init__(
         self,
@@ -119,6 +122,9 @@ class UsageChecksMixin(Cache):
                 f"forward broke off between them, or was of a model of fewer layers; `crop` its tokens, or make "
                 f"{ANOTHER_PROMPT}"
             )
+        if first:
+            self._check_one_batch()
+        self._has_two_batches = False
         self._num_held = first
 
     def _check_model(self, layer_idx: int, num_heads: int) -> None:
@@ -279,21 +285,48 @@ class UsageChecksMixin(Cache):
             if _forgets_past(layer) and remaining < layer.get_seq_length():
                 raise ValueError(f"`crop`: layer {index} has a full sliding window, {_UNRECORDED}")
 
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        """Replace every sequence of the batch by another one."""
+        self._change_batch(lambda layer: layer.reorder_cache(beam_idx))
+
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every sequence of the batch, states of recurrences too, which Transformers' own caches refuse."""
-        for layer in self.layers:
+
+        def repeat(layer: Any) -> None:
             if isinstance(layer, LinearAttentionLayer) and not isinstance(layer, LazyLayer):
                 select_sequences(layer, lambda numbers: numbers.repeat_interleave(repeats))
             if not _has_recurrence_alone(layer):
                 layer.batch_repeat_interleave(repeats)
 
+        self._change_batch(repeat)
+
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep some sequences of the batch, states of recurrences too, which Transformers' own caches refuse."""
-        for layer in self.layers:
+
+        def select(layer: Any) -> None:
             if isinstance(layer, LinearAttentionLayer) and not isinstance(layer, LazyLayer):
                 select_sequences(layer, lambda numbers: numbers[indices])
             if not _has_recurrence_alone(layer):
                 layer.batch_select_indices(indices)
+
+        self._change_batch(select)
+
+    def _change_batch(self, change: Callable[[Any], None]) -> None:
+        """Change the batch of every layer; if a later layer than the first raises, no forward can follow."""
+        had_two_batches = self._has_two_batches
+        # A `LazyLayer` that raises is as it was
+        for layer in sorted(self.layers, key=lambda layer: not isinstance(layer, LazyLayer)):
+            change(layer)
+            self._has_two_batches = True
+        self._has_two_batches = had_two_batches
+
+    def _check_one_batch(self) -> None:
+        """Raise a `ValueError` if a change of the batch has not reached all layers."""
+        if self._has_two_batches:
+            raise ValueError(
+                "a change of the batch (`reorder_cache`, `batch_repeat_interleave` or `batch_select_indices`) broke "
+                f"off between layers, which hold different sequences now: make {ANOTHER_PROMPT}"
+            )
 
 
 def _forgets_past(layer: object) -> bool:

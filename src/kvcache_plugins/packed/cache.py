@@ -148,9 +148,11 @@ class PackedCache(UsageChecksMixin, ReportingMixin, Cache):
     def save(self, path: str | Path, model: PreTrainedModel) -> None:
         """
         Write the packed cache to a safetensors file with fingerprints of its model and a checksum. The file replaces
-        an older one when it is complete. Raise an `OSError` that names `path` if it cannot be written.
+        an older one when it is complete. It has no `max_cache_len`: a loaded cache grows. Raise an `OSError` that
+        names `path` if it cannot be written.
         """
         model = unwrap_model(model)
+        self._check_one_batch()
         self._commit_prompts()
         make_snapshot: Callable[..., Snapshot] = self._snapshot_class
         snapshot = make_snapshot(

@@ -26,6 +26,10 @@ from kvcache_plugins.models.fingerprint import config_fingerprint, fingerprint
 from kvcache_plugins.reports.memory import StatValue
 
 
+# Layers whose state is a `LayerState`
+PACKED_CLASSES = GroupLayer, RowLayer, StaticGroupLayer, StaticRowLayer
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class PresetChoice:
     """
@@ -141,8 +145,7 @@ def state_of(layer: CacheLayerMixin, index: int) -> State:
     if not isinstance(layer, CacheLayerMixin):
         return None
     kind = attention_class(layer)
-    packed = GroupLayer, RowLayer, StaticGroupLayer, StaticRowLayer
-    is_packed = kind in packed and not getattr(layer, "has_index", False)
+    is_packed = kind in PACKED_CLASSES and not getattr(layer, "has_index", False)
     if not is_packed and kind not in (DynamicLayer, DynamicSlidingWindowLayer):
         raise ValueError(
             f"`save` knows layers of plain attention and of recurrences only, but layer {index} is a "

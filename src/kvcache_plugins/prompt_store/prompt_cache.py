@@ -19,14 +19,12 @@ from transformers.cache_utils import (
 from kvcache_plugins.codecs.codec import CodecState
 from kvcache_plugins.gear import GEARCache
 from kvcache_plugins.layers.compressed_layer import CompressedLayer
-from kvcache_plugins.layers.group_layer import GroupLayer
 from kvcache_plugins.layers.layer_factory import attention_class
 from kvcache_plugins.layers.layer_state import DenseState, LayerState, SegmentState, State
 from kvcache_plugins.layers.recurrent_state import RecurrentStates, recurrent_states
-from kvcache_plugins.layers.row_layer import RowLayer
 from kvcache_plugins.layers.segments import ROWS
 from kvcache_plugins.packed.cache import PackedCache
-from kvcache_plugins.packed.snapshot import check_number, restore_layers, state_of
+from kvcache_plugins.packed.snapshot import PACKED_CLASSES, check_number, restore_layers, state_of
 from kvcache_plugins.transform_coding import TransformCodingCache
 
 from .blocks import PromptBlock
@@ -34,7 +32,7 @@ from .folder import Lease
 
 
 # Keys and values of these can be cut
-_KNOWN_CLASSES = (GroupLayer, RowLayer, DynamicLayer, DynamicSlidingWindowLayer)
+_KNOWN_CLASSES = (*PACKED_CLASSES, DynamicLayer, DynamicSlidingWindowLayer)
 # These replace states of earlier tokens
 _REPLACING_CLASSES = (DynamicSlidingWindowLayer, LinearAttentionLayer)
 
@@ -236,8 +234,9 @@ def _cut(state: State, index: int, tokens: slice) -> LayerState | DenseState:
     if block is None:
         raise ValueError(f"layer {index} has not compressed tokens {tokens.start} to {tokens.stop} together")
     is_first = tokens.start == 0
-    # Tables are in the first block whose rows are read by them
-    starts_tables = any(each.start == block.start for each in state.blocks)
+    # Tables are in the first block whose rows are read by them; a fork ends a segment, too
+    starts = [each.start for number, each in enumerate(state.blocks) if not number or _has_new_tables(state, number)]
+    starts_tables = block.start in starts
     return dataclasses.replace(
         state,
         length=tokens.stop,
@@ -250,6 +249,14 @@ def _cut(state: State, index: int, tokens: slice) -> LayerState | DenseState:
         moments=None,
         tables=(block.tables or state.tables) if starts_tables else None,
     )
+
+
+def _has_new_tables(state: LayerState, number: int) -> bool:
+    """Return true if compressed tokens, by number, are read by other tables than those before them."""
+    before, own = state.blocks[number - 1].tables, state.blocks[number].tables
+    if before is None or own is None:
+        return before is not own
+    return before.keys["widths"] is not own.keys["widths"]
 
 
 def _find_block(blocks: Sequence[SegmentState], tokens: slice) -> SegmentState | None:

@@ -290,6 +290,10 @@ class PromptStore:
                 self._remove_damaged(*damage)
         except OSError as error:
             warn_user(f"the prompt store cannot be read: {error}")
+        except BaseException:
+            if lease is not None:
+                lease.end()
+            raise
         self._count(load_seconds=time.perf_counter() - started)
         return blocks, lease
 
@@ -385,9 +389,11 @@ class PromptStore:
 
 def _as_prompt_cache(model: PreTrainedModel, cache: PackedCache) -> PromptCache:
     """Make an empty cache of blocks with the options of another cache."""
-    options = cache.cache_config.to_options()
+    if cache._given_mask is not None and not bool(cache._given_mask.all()):
+        raise ValueError("`attention_mask` of the cache hides tokens, but the store knows prompts by all their tokens")
+    options, most = cache.cache_config.to_options(), cache._max_cache_len
     if isinstance(cache, GEARCache):
-        return GEARPromptCache(model, **options)
+        return GEARPromptCache(model, **options, max_cache_len=most)
     if not isinstance(cache, TransformCodingCache):
         kind = type(cache).__name__
         raise ValueError(f"`cache` has to be a `TransformCodingCache` or a `GEARCache` but got a {kind}")
@@ -395,7 +401,7 @@ def _as_prompt_cache(model: PreTrainedModel, cache: PackedCache) -> PromptCache:
         options = {**cache.cache_config.to_calibrated_options(), "calibration": cache.calibration}
     if options["sliding"] == "compressed":
         raise ValueError('`sliding` has to be "auto" or "dense" in a store, as compressed windows drop blocks')
-    return TransformCodingPromptCache(model, **{**options, "sliding": "dense"})
+    return TransformCodingPromptCache(model, **{**options, "sliding": "dense", "max_cache_len": most})
 
 
 def _token_ids(input_ids: torch.Tensor) -> list[int]:

@@ -19,6 +19,7 @@ from kvcache_plugins.files.records import Format, dump_record, load_record
 from kvcache_plugins.files.schema import FLOATS, Range, Stored
 from kvcache_plugins.formats.positions import Positions
 from kvcache_plugins.formats.rotary import NOT_ROTATED
+from kvcache_plugins.kernels.ops import to_dtype
 from kvcache_plugins.models.rotary_frequencies import rotary_embedding
 from kvcache_plugins.option_checks import check_integer, split_nbits
 from kvcache_plugins.registry import get_config
@@ -167,7 +168,8 @@ class BlockCodec:
         block = packed.exact.new_empty(num_layers, 2, packed.num_tokens, packed.heads, packed.head_dim).to(device)
         block[:, :, :num_exact] = packed.exact.to(device)
         for index, layer in enumerate(packed.layers):
-            block[index, :, num_exact:] = self._unpack_layer(index, layer, packed, num_exact, device)
+            states = self._unpack_layer(index, layer, packed, num_exact, device)
+            block[index, :, num_exact:] = to_dtype(states, packed.dtype)
         return block
 
     def _codec(self, layer_idx: int, head_dim: int) -> Codec:
