@@ -16,7 +16,7 @@ from kvcache_plugins.models.cache_argument import as_argument
 
 ROOT = Path(kvcache_plugins.__file__).parent
 # Functions and files, at most
-STEP, PLAIN_STEP, CODING = (6, 4), (3, 3), (51, 16)
+STEP, PLAIN_STEP, CODING = (6, 4), (3, 3), (48, 16)
 # Lines of the functions that `docs/design.md` lists, and files, at most
 READING = (350, 5)
 DESIGN = Path(__file__).parents[2] / "docs" / "design.md"

@@ -182,22 +182,19 @@ class CompressedLayer(LazyLayer, Generic[AnySegment, AnyCodec]):
 
     def _commit_tail(self) -> None:
         """Pack decoded tokens of the tail."""
-        self._leave_dense()
-        tail = self.storage.tail
-        if tail is None:
-            return
-        try:
-            self._commit(tail.keys, tail.values, is_prompt=False)
-        finally:
-            self._enter_dense()
+        with self._all_or_nothing():
+            self._leave_dense()
+            tail = self.storage.tail
+            if tail is not None:
+                self._commit(tail.keys, tail.values, is_prompt=False)
+                self._enter_dense()
 
     def _append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         if not self.policy.residual_length and self.codec is not None:
             # Packed as they come; they are not counted yet
-            self._length += keys.shape[2]
-            try:
+            with self._all_or_nothing():
+                self._length += keys.shape[2]
                 self._commit(keys, values, is_prompt=False)
-            finally:
                 self._length -= keys.shape[2]
         elif self.storage.tail is None:
             self.storage.tail = ExactTail(keys, values, self.policy.residual_length)
@@ -207,15 +204,14 @@ class CompressedLayer(LazyLayer, Generic[AnySegment, AnyCodec]):
             self.storage.tail.append(keys, values)
 
     def _store_prompt(self, keys: torch.Tensor, values: torch.Tensor, *, is_first: bool) -> None:
-        self._leave_dense()
-        self.invalidate_plan()
-        tail = self.storage.tail
-        if tail is not None and tail.length:
-            keys = torch.cat([tail.keys, keys], dim=2)
-            values = torch.cat([tail.values, values], dim=2)
-        try:
+        with self._all_or_nothing():
+            self._leave_dense()
+            self.invalidate_plan()
+            tail = self.storage.tail
+            if tail is not None and tail.length:
+                keys = torch.cat([tail.keys, keys], dim=2)
+                values = torch.cat([tail.values, values], dim=2)
             self._commit(keys, values, is_prompt=True)
-        finally:
             self._enter_dense()
 
     def invalidate_plan(self) -> None:
@@ -223,24 +219,12 @@ class CompressedLayer(LazyLayer, Generic[AnySegment, AnyCodec]):
         self.storage.version += 1
         self.plan = None
 
+    @abstractmethod
     def _commit(self, keys: torch.Tensor, values: torch.Tensor, *, is_prompt: bool) -> None:
         """
-        Pack exact tokens `[B, H, T, D]`, all behind the packed ones; the tail keeps what cannot be packed. If anything
-        is raised (tokens that cannot be stored, no memory, an interrupt), everything is as it was.
+        Pack exact tokens `[B, H, T, D]`, all behind the packed ones; the tail keeps what cannot be packed. Callers
+        undo its changes if it raises.
         """
-        codec = self.codec
-        storage = self.storage.copy()
-        try:
-            self._pack_exact(keys, values, is_prompt=is_prompt)
-        except BaseException:
-            self.codec = codec
-            self.storage = storage
-            self.invalidate_plan()
-            raise
-
-    @abstractmethod
-    def _pack_exact(self, keys: torch.Tensor, values: torch.Tensor, *, is_prompt: bool) -> None:
-        """Pack exact tokens as `_commit` does; what was changed before an error is undone by that."""
 
     def _mark_packable(self, start: int, keys: torch.Tensor, first_end: torch.Tensor | None) -> torch.Tensor | None:
         """

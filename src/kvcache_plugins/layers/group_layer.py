@@ -30,7 +30,7 @@ class GroupLayer(CompressedLayer[GroupSegment, GroupCodec]):
     policy: GroupPolicy
     max_compiled_queries = MAX_NUM_COMPILED_QUERIES
 
-    def _pack_exact(self, keys: torch.Tensor, values: torch.Tensor, *, is_prompt: bool) -> None:
+    def _commit(self, keys: torch.Tensor, values: torch.Tensor, *, is_prompt: bool) -> None:
         num_exact = keys.shape[2]
         is_first = self.codec is None
         first = self._length - num_exact

@@ -124,16 +124,6 @@ class RowLayer(CompressedLayer[RowSegment, Codec]):
                 self._evict_out_of_window()
 
     def _commit(self, keys: torch.Tensor, values: torch.Tensor, *, is_prompt: bool) -> None:
-        unfitted, moments, newest_queries = self._unfitted_sequences, self._moments, self._newest_queries
-        try:
-            super()._commit(keys, values, is_prompt=is_prompt)
-        except BaseException:
-            self._unfitted_sequences = unfitted
-            self._moments = moments
-            self._newest_queries = newest_queries
-            raise
-
-    def _pack_exact(self, keys: torch.Tensor, values: torch.Tensor, *, is_prompt: bool) -> None:
         exact_start = self._length - keys.shape[2]
         # Position from which on tokens may be packed
         start = exact_start
