@@ -233,10 +233,7 @@ def test_transformers_server_runs_the_folder_of_a_models_repository(tiny_folder,
 _BATCHED = "{folder}", "--continuous-batching", "--text-file", str(Path(__file__))
 REFUSED = {
     "cache": (["smollm2", "--cache", "geer"], "Unknown cache `geer`"),
-    "store": (
-        ["smollm2", "--cache", "h2o", "--store", "{folder}"],
-        "`cache` has to be a `TransformCodingCache` or a `GEARCache`",
-    ),
+    "store": (["smollm2", "--cache", "h2o", "--store", "{folder}"], "`--store` keeps packed tokens"),
     "batch": (["smollm2", "--num-blocks", "9"], "`--num-blocks` is given without `--continuous-batching`"),
     "conversations": (["smollm2", "--cache", "h2o", "--conversations", "2"], "keeps caches of packed tokens"),
     "conversations on disk": (
@@ -250,7 +247,6 @@ REFUSED = {
     "model": (["./nothing"], "`model` is `./nothing`, but there is no such folder"),
     "port": (["smollm2", "--port", "99999"], "'--port'"),
     "host": (["{folder}", "--host", "192.0.2.1"], "cannot be listened at"),
-    "cache of a store": (["smollm2", "--store", "{folder}", "--cache", "h2o"], "`--store` keeps packed tokens"),
     "name of a host": (["{folder}", "--host", "no..name"], "`--host` has to be an address"),
 }
 

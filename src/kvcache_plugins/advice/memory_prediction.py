@@ -19,6 +19,7 @@ from kvcache_plugins.infinigen import InfiniGenCache
 from kvcache_plugins.kernels.attention_call import AttentionCall
 from kvcache_plugins.layers.lazy_layer import LazyLayer
 from kvcache_plugins.models.cache_argument import as_argument
+from kvcache_plugins.models.layer_config import config_of_layer, count_query_heads
 from kvcache_plugins.models.reference_model import ModelSource, load_config, parse_dtype
 from kvcache_plugins.option_checks import check_integer
 from kvcache_plugins.registry import check_cache, create_cache, parse_cache_spec
@@ -40,7 +41,7 @@ class RecordedCall:
         tensors (`tuple[torch.Tensor, ...]`): its first arguments; the layer's index follows.
         token_dim (`int`, *optional*): dimension of the tokens; `None` if they are summed up in a state.
         options (`Mapping[str, object]`): its other arguments.
-        num_query_heads (`int`): query heads of the model.
+        num_query_heads (`int`): query heads of the layer.
     """
 
     method: str
@@ -79,15 +80,14 @@ class _RecordingCache(DynamicCache):
 
     def __init__(self, config: PreTrainedConfig):
         super().__init__(config=config)
-        config = config.get_text_config(decoder=True)
-        self._num_query_heads = getattr(config, "num_attention_heads", 1)
-        self.calls: list[list[RecordedCall]] = [[] for _ in range(config.num_hidden_layers)]
+        self._decoder = config.get_text_config(decoder=True)
+        self.calls: list[list[RecordedCall]] = [[] for _ in range(self._decoder.num_hidden_layers)]
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        states = key_states, value_states
-        self.calls[layer_idx].append(RecordedCall("update", states, 2, num_query_heads=self._num_query_heads))
+        num_heads = count_query_heads(config_of_layer(self._decoder, layer_idx))
+        self.calls[layer_idx].append(RecordedCall("update", (key_states, value_states), 2, num_query_heads=num_heads))
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def update_indexer(self, indexer_key_states: torch.Tensor, layer_idx: int) -> torch.Tensor:

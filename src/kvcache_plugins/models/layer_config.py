@@ -51,6 +51,12 @@ def heads_of(layer_config: PreTrainedConfig) -> Heads:
     return Heads(num_heads, getattr(layer_config, "num_key_value_heads", None) or num_heads, head_dim)
 
 
+def count_query_heads(layer_config: PreTrainedConfig) -> int:
+    """Return the query heads of a layer; 1 if its config has no number of them."""
+    found = getattr(layer_config, "num_attention_heads", None)
+    return found if isinstance(found, int) else 1
+
+
 def head_dims(config: PreTrainedConfig) -> set[int]:
     """Return the head dimensions of keys and values over all layers of a decoder, as far as its config has them."""
     dims = set()
