@@ -11,7 +11,6 @@ def test_gpu_of_the_states_is_made_current_among_several(num_gpus, monkeypatch):
     entered = []
     monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
     monkeypatch.setattr(torch.cuda, "device_of", entered.append)
-    monkeypatch.setattr(current_device, "_has_several_gpus", current_device._has_several_gpus.__wrapped__)
     states = torch.zeros(1)
     context = current_device.on_device_of(states)
     if num_gpus > 1:

@@ -22,7 +22,6 @@ import copy
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -480,7 +479,7 @@ class H2OLayer(LazyLayer):
         assert self.slots is not None, "a prompt is stored before it is cropped"
         self.slots.drop_newest(count, self._length)
 
-    def _copied(self) -> dict[str, Any]:
+    def _copied(self) -> dict[str, object]:
         return {**super()._copied(), "slots": copy.copy(self.slots)}
 
     def _map_stored(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:

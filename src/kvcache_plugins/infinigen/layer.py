@@ -13,7 +13,7 @@ selection.
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -591,7 +591,7 @@ class InfiniGenLayer(LazyLayer):
         if self.tail is not None:
             self.tail.drop_last(min(count, self.tail.length))
 
-    def _copied(self) -> dict[str, Any]:
+    def _copied(self) -> dict[str, object]:
         pool = copy.copy(self.pool)
         if pool is not None:
             pool.usage = copy.copy(pool.usage)

@@ -14,7 +14,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any, Generic, NamedTuple
+from typing import Generic, NamedTuple
 
 import torch
 
@@ -445,7 +445,7 @@ class CompressedLayer(LazyLayer, Generic[AnySegment, AnyCodec]):
         if self._dense.num_first > stop:
             self._set_dense(stop)
 
-    def _copied(self) -> dict[str, Any]:
+    def _copied(self) -> dict[str, object]:
         # Before the attributes: to read the storage of a static layer may change them
         storage = self.storage.copy()
         return {**super()._copied(), "storage": storage}

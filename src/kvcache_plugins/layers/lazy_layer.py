@@ -517,7 +517,7 @@ class LazyLayer(CacheLayerMixin):
             self.invalidate_plan()
             raise
 
-    def _copied(self) -> dict[str, Any]:
+    def _copied(self) -> dict[str, object]:
         """Return all attributes by name, with a copy of each object that holds tensors and may get others."""
         return dict(vars(self))
 

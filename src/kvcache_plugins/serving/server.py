@@ -123,10 +123,8 @@ class CacheServer:
             _check_batch(cache, text)
         else:
             _BatchOptions(text, temperature, num_blocks, max_batch_tokens).refuse()
-        if store is not None and not makes_packed_cache(cache):
-            raise ValueError(f"`--store` keeps packed tokens, which `--cache {cache}` does not hold")
-        if conversations is not None:
-            _check_conversations(cache, conversations, has_store=store is not None, is_batched=continuous_batching)
+        _check_store(cache, store)
+        _check_conversations(cache, conversations, has_store=store is not None, is_batched=continuous_batching)
         self._store = None if store is None else PromptStore(store)
         with ExitStack() as stack:
             self._socket = stack.enter_context(closing(_bind(host, port)))
@@ -274,14 +272,22 @@ def _check_batch(cache: str, text: str | None) -> None:
         )
 
 
-def _check_conversations(cache: str, count: int, *, has_store: bool, is_batched: bool) -> None:
-    """Raise a `ValueError` for conversations that cannot be kept."""
+def _check_conversations(cache: str, count: int | None, *, has_store: bool, is_batched: bool) -> None:
+    """Raise a `ValueError` for conversations that cannot be kept; without a `count` none are."""
+    if count is None:
+        return
     check_integer("--conversations", count, 1)
     if has_store or is_batched:
         other = "store" if has_store else "continuous-batching"
         raise ValueError(f"`--conversations` is given with `--{other}`, and both share what requests begin with")
     if not makes_packed_cache(cache):
         raise ValueError(f"`--conversations` keeps caches of packed tokens, which `--cache {cache}` is not")
+
+
+def _check_store(cache: str, store: Path | None) -> None:
+    """Raise a `ValueError` for a cache that no store keeps, before the model is loaded."""
+    if store is not None and not makes_packed_cache(cache):
+        raise ValueError(f"`--store` keeps packed tokens, which `--cache {cache}` does not hold")
 
 
 def _encode_text(tokenizer: PreTrainedTokenizerBase, text: str | None) -> torch.Tensor | None:
