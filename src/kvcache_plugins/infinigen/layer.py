@@ -585,7 +585,6 @@ class InfiniGenLayer(LazyLayer):
         if length < self.num_offloaded:
             self.invalidate_plan()
             pool, scoring, _ = self._stored()
-            # It may raise an error: the layer is then as it was
             pool.truncate(length)
             scoring.truncate(pool.num_slots)
         if self.tail is not None:

@@ -204,15 +204,14 @@ class CompressedLayer(LazyLayer, Generic[AnySegment, AnyCodec]):
             self.storage.tail.append(keys, values)
 
     def _store_prompt(self, keys: torch.Tensor, values: torch.Tensor, *, is_first: bool) -> None:
-        with self._all_or_nothing():
-            self._leave_dense()
-            self.invalidate_plan()
-            tail = self.storage.tail
-            if tail is not None and tail.length:
-                keys = torch.cat([tail.keys, keys], dim=2)
-                values = torch.cat([tail.values, values], dim=2)
-            self._commit(keys, values, is_prompt=True)
-            self._enter_dense()
+        self._leave_dense()
+        self.invalidate_plan()
+        tail = self.storage.tail
+        if tail is not None and tail.length:
+            keys = torch.cat([tail.keys, keys], dim=2)
+            values = torch.cat([tail.values, values], dim=2)
+        self._commit(keys, values, is_prompt=True)
+        self._enter_dense()
 
     def invalidate_plan(self) -> None:
         """Invalidate the plan, and free what it holds: stored tokens, or what is known of them, will change."""

@@ -487,7 +487,8 @@ class LazyLayer(CacheLayerMixin):
                 self.set_padding(given)
             elif not self._left_padding.is_shown:
                 self._counters["prompts_without_mask"] += 1
-            self._store_prompt(keys, values, is_first=is_first)
+            with self._all_or_nothing():
+                self._store_prompt(keys, values, is_first=is_first)
         except Exception:
             self._drop_uncommitted()
             raise

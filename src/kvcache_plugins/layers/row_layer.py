@@ -118,10 +118,9 @@ class RowLayer(CompressedLayer[RowSegment, Codec]):
             self._evict_out_of_window()
 
     def _store_prompt(self, keys: torch.Tensor, values: torch.Tensor, *, is_first: bool) -> None:
-        with self._all_or_nothing():
-            super()._store_prompt(keys, values, is_first=is_first)
-            if not is_first and not self.record_past:
-                self._evict_out_of_window()
+        super()._store_prompt(keys, values, is_first=is_first)
+        if not is_first and not self.record_past:
+            self._evict_out_of_window()
 
     def _commit(self, keys: torch.Tensor, values: torch.Tensor, *, is_prompt: bool) -> None:
         exact_start = self._length - keys.shape[2]
