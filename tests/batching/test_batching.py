@@ -491,15 +491,21 @@ def test_forks_share_sinks_and_whole_pages_alone(length, tiny_llama):
     assert allocator.pool.count_free_blocks(0) + allocator.pool.num_free_sectors == 40
 
 
-def test_a_shared_prefix_has_exact_sinks_and_decodes_its_recent_tokens(tiny_llama):
-    codec = make_codec(tiny_llama)
-    allocator = make_allocator(codec, 8, torch.float32)
-    keys, values = make_request(allocator, codec, 128)
-    ids = list(range(130))
+def share_prefix(allocator, codec, ids):
+    """Request "b" begins with the 128 tokens that "a" has left; returns their keys and values, and blocks."""
+    states = make_request(allocator, codec, 128)
     allocator.mark_complete_blocks("a", ids, 2)
     allocator.free_blocks("a")
     matched = allocator.match_prefix_blocks(ids)
     allocator.acquire_prefix_blocks("b", 128, matched)
+    return *states, matched
+
+
+def test_a_shared_prefix_has_exact_sinks_and_decodes_its_recent_tokens(tiny_llama):
+    codec = make_codec(tiny_llama)
+    allocator = make_allocator(codec, 8, torch.float32)
+    ids = list(range(130))
+    keys, values, matched = share_prefix(allocator, codec, ids)
     new = torch.randn(2, 1, HEADS, 1, keys.shape[3])
     (*_, exact_keys, exact_values), _ = held(allocator, "b", 128, new)
     rows = codec.encode(keys, values, Positions(0, None))
@@ -521,11 +527,7 @@ def test_forks_of_a_shared_prefix_decode_its_recent_tokens(tiny_llama):
     """A request whose last token alone is unknown has a pass without tokens, in which Transformers forks it."""
     codec = make_codec(tiny_llama)
     allocator = make_allocator(codec, 8, torch.float32)
-    keys, _ = make_request(allocator, codec, 128)
-    ids = list(range(129))
-    allocator.mark_complete_blocks("a", ids, 2)
-    allocator.free_blocks("a")
-    allocator.acquire_prefix_blocks("b", 128, allocator.match_prefix_blocks(ids))
+    keys, *_ = share_prefix(allocator, codec, list(range(129)))
     assert begin_pass(allocator, [(128, 0, "b")]) == []
     for _ in range(allocator.count_non_shareable_blocks("b", 128)):
         allocator.pool.allocate_sector(0)
