@@ -226,6 +226,16 @@ FIDELITY = table(
     ),
     number("last / first quarter", "kl_last_to_first_quarter", ".2f", when=any_has("kl_by_stretch")),
     number("KL a 1000 tokens deeper", "kl_per_1000_tokens", "+.4f", when=any_has("kl_by_stretch")),
+    *(
+        number(
+            f"norm of {age} {side}s / dense",
+            f"{side}_norm_by_stretch.{index}",
+            ".3f",
+            when=any_has(f"{side}_norm_by_stretch"),
+        )
+        for side in ("key", "value")
+        for age, index in (("oldest", 0), ("newest", -1))
+    ),
     number("same top token", "top1_agreement", ".1f", 100, suffix=" %"),
     FETCHED,
     Column(
@@ -360,6 +370,14 @@ RENDERERS: dict[str, Callable[[Rows], str]] = {
         *HELD,
         number("KL", "kl", ".4f"),
         number("KL / that of `prompt`", "kl_ratio", ".2f"),
+    ),
+    "repetition": table(
+        code(),
+        *HELD,
+        number("% of 4-grams distinct", "mean_distinct", scale=100),
+        number("in the most repetitive text", "least_distinct", scale=100),
+        number("tokens of a text, median", "median_length", ".0f"),
+        number("texts that ended", "ended", ""),
     ),
     "perplexity": render_perplexity,
     "retrieval": table(

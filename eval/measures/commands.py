@@ -31,7 +31,7 @@ def evaluate_fidelity(
     own: Annotated[bool, typer.Option("--own", help="Score what the dense model samples, not the text.")] = False,
     batch: Annotated[int, typer.Option(help="Windows decoded side by side: the same figures, sooner.", min=1)] = 1,
     stretch: Annotated[
-        int | None, typer.Option(help="Report KL also by stretches of so many scored tokens, and its trend.", min=1)
+        int | None, typer.Option(help="Report KL and norms also by stretches of so many tokens.", min=1)
     ] = None,
     random_errors: Annotated[
         list[float] | None,
@@ -81,10 +81,54 @@ def evaluate_fidelity(
         cut = list(writer.generate(read, attention_mask=torch.ones_like(read), do_sample=True, **length))
     with track_progress(math.ceil(windows / batch) * len(factories)) as announce:
         found = measure_fidelity(
-            loaded, cut, factories, prefix_length=prefix, chunk=chunk, batch=batch, on_progress=announce
+            loaded,
+            cut,
+            factories,
+            prefix_length=prefix,
+            chunk=chunk,
+            batch=batch,
+            with_norms=stretch is not None,
+            on_progress=announce,
         )
     rows = [fidelity_fields(spec, result, stretch) for spec, result in found.items()]
     yield from sorted(rows, key=lambda row: row["memory_after_prefix"]["total_bytes"])
+
+
+@benchmark(
+    "repetition", "{model} continues {windows} x {prefix} tokens of {text_file} by up to {tokens}", with_dense=True
+)
+def evaluate_repetition(
+    text_file: Annotated[Path, typer.Option(help="The text that prompts are cut from.")],
+    cache: inputs.CachesOption,
+    model: inputs.ModelOption = "smollm2",
+    windows: Annotated[int, typer.Option(help="Prompts, spread evenly over the text.", min=1)] = 8,
+    prefix: Annotated[int, typer.Option(help="Tokens of a prompt.", min=1)] = 64,
+    tokens: Annotated[int, typer.Option(help="Most tokens that are sampled behind it.", min=4)] = 2048,
+    dtype: inputs.DtypeOption = None,
+    device: inputs.DeviceOption = None,
+    seed: inputs.SeedOption = 42,
+) -> Iterator[Found]:
+    """Measure repetition in what a model writes.
+
+    All caches begin with the same prompts and seed, `dynamic` first. Columns are the share of 4-grams that are
+    distinct, the mean and the least of all texts, and the length to the token that ends a text.
+
+    \b
+    Example:
+        kvcache-plugins eval repetition --text-file book.txt --cache transform --cache kivi-4bit
+    """
+    import torch
+
+    from kvcache_plugins.eval import harness
+
+    from .repetition import measure_repetition
+
+    loaded, prompts = harness.load_with_windows(model, text_file, (windows, prefix, 1), dtype, device)
+    yield from loaded_settings(loaded)
+    factories = harness.cache_factories(cache, loaded)
+    read = torch.stack(prompts)[:, :prefix].to(loaded.device)
+    with track_progress(len(factories)) as announce:
+        yield from measure_repetition(loaded, read, factories, tokens, seed=seed, on_progress=announce)
 
 
 @benchmark("order", "{model} on {text_file}: {scored} tokens scored behind {length}, {chunk} at a time")

@@ -31,6 +31,8 @@ from kvcache_plugins.eval import harness
 from kvcache_plugins.option_checks import check_integer
 from kvcache_plugins.reports.memory import MemoryReport, StatValue, measure_memory
 
+from .norms import NormRatios, norm_ratios, norms_by_stretch
+
 
 # Rows of logits that are in float64 at a time: 25 MB for a vocabulary of 50k
 _ROWS_AT_A_TIME = 64
@@ -118,6 +120,8 @@ class Fidelity:
             several windows.
         mean_kv_percent (`float`, *optional*): bytes held while tokens were scored, buffers included, in percent of 16
             bits: the mean over forwards and windows. Measured with `chunk` alone.
+        norms (`NormRatios`, *optional*): of all tokens of the last cache at its end, the oldest first, if asked for.
+            `None` if it has evicted tokens.
     """
 
     ppl: float
@@ -135,6 +139,7 @@ class Fidelity:
     memory_at_end: MemoryReport
     stats: dict[str, StatValue]
     mean_kv_percent: float | None = None
+    norms: NormRatios | None = None
 
 
 def _summarize(windows: Sequence[WindowScore], percents: Sequence[float], last: dict[str, Any]) -> Fidelity:
@@ -174,6 +179,7 @@ def measure_fidelity(
     prefix_length: int,
     chunk: int | None = None,
     batch: int = 1,
+    with_norms: bool = False,
     on_progress: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Fidelity]:
     """
@@ -201,7 +207,8 @@ def measure_fidelity(
             logits = continuation_logits(model, fed, cache, chunk, None if chunk is None else percents[name])
             scores[name] += map(score_logits, dense_logits, logits, targets)
             at_end = {"memory_at_end": measure_memory(cache), "stats": harness.cache_stats(cache)}
-            last[name] = {"memory_after_prefix": after_prefix, **at_end}
+            norms = norm_ratios(cache, dense) if with_norms else None
+            last[name] = {"memory_after_prefix": after_prefix, **at_end, "norms": norms}
     return {name: _summarize(scores[name], percents[name], last[name]) for name in factories}
 
 
@@ -224,14 +231,19 @@ def trend(windows: Sequence[WindowScore], stretch: int) -> dict[str, Any]:
 
 
 def fidelity_fields(cache: str, fidelity: Fidelity, stretch: int | None = None) -> dict[str, Any]:
-    """Make a row of a result; with `stretch`, also the `trend` of KL."""
+    """Make a row of a result; with `stretch`, also the `trend` of KL, and norms by stretches of tokens."""
     row = {"cache": cache, **asdict(fidelity)}
+    # A number for each token would be most of a file
+    del row["norms"]
     for name in ("memory_after_prefix", "memory_at_end"):
         row[name] = memory_fields(getattr(fidelity, name))
     for window in row["windows"]:
-        # A number for each token would be most of a file
         del window["position_kl"]
-    return row if stretch is None else row | trend(fidelity.windows, stretch)
+    if stretch is None:
+        return row
+    if fidelity.norms is not None:
+        row |= norms_by_stretch(fidelity.norms, stretch)
+    return row | trend(fidelity.windows, stretch)
 
 
 # Perplexity against position

@@ -36,6 +36,7 @@ app = make_app(
         "ls": "kvcache_plugins.cli.evaluate:ls",
         "validate": "kvcache_plugins.cli.evaluate:validate",
         "fidelity": "kvcache_plugins.eval.measures.commands:evaluate_fidelity",
+        "repetition": "kvcache_plugins.eval.measures.commands:evaluate_repetition",
         "order": "kvcache_plugins.eval.measures.commands:evaluate_order",
         "perplexity": "kvcache_plugins.eval.measures.commands:evaluate_perplexity",
         "retrieval": "kvcache_plugins.eval.measures.commands:evaluate_retrieval",

@@ -22,6 +22,7 @@ from kvcache_plugins.eval.measures.fidelity import (
     score_text,
     trend,
 )
+from kvcache_plugins.eval.measures.norms import norms_by_stretch
 from kvcache_plugins.registry import describe_caches
 
 
@@ -41,6 +42,15 @@ class NoisyLayer(DynamicLayer):
         self.keys = keys.clone()
         self.keys[..., -key_states.shape[-2] :, :] += self.noise * torch.randn_like(key_states)
         return keys, values
+
+
+class ShrinkingLayer(DynamicLayer):
+    """Keeps and returns keys of .9 of their norm."""
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return super().update(0.9 * key_states, value_states)
 
 
 def noisy_cache(noise: float) -> Cache:
@@ -108,6 +118,34 @@ def test_kl_trend_covers_positions_of_all_windows() -> None:
     assert found["kl_per_1000_tokens"] == pytest.approx(1000)
     # Quarters are two tokens each: 2.5 and 8.5
     assert found["kl_last_to_first_quarter"] == pytest.approx(3.4)
+
+
+def test_norms_of_states_are_compared_by_age(tiny_model):
+    """Keys of .9 of their norm, a dense cache, one that evicts, one with hooks, and a model of windows."""
+    llama, hybrid = tiny_model("llama"), tiny_model("gemma3-hybrid")
+    windows = [torch.randint(2, 100, (PREFIX + SCORED + 1,)) for _ in range(2)]
+    factories = {
+        "dense": partial(DynamicCache, config=llama.config),
+        "shrunk": partial(Cache, layer_class_to_replicate=ShrinkingLayer),
+        "h2o": partial(create_cache, "h2o:heavy_ratio=0.2,recent_ratio=0.2", llama),
+        "infinigen": partial(create_cache, "infinigen", llama),
+        "transform": partial(create_cache, "transform", llama),
+    }
+    options = {"prefix_length": PREFIX, "chunk": 4, "with_norms": True}
+    found = measure_fidelity(llama, windows, factories, **options)
+    assert found["dense"].norms == ((1.0,) * (PREFIX + SCORED),) * 2
+    assert found["h2o"].norms is None
+    shrunk = norms_by_stretch(found["shrunk"].norms, 100)
+    assert shrunk["key_norm_by_stretch"] == pytest.approx([0.9, 0.9], abs=0.02)
+    assert shrunk["value_norm_by_stretch"] == pytest.approx([1.0, 1.0], abs=0.02)
+    # Both hold what the model made; old tokens are packed in one of them
+    for name in ("infinigen", "transform"):
+        for ratios in norms_by_stretch(found[name].norms, 100).values():
+            assert ratios == pytest.approx([1.0, 1.0], abs=0.02), name
+    assert norms_by_stretch(found["transform"].norms, 100)["value_norm_by_stretch"][0] != 1.0
+    factories = {"dense": partial(DynamicCache, config=hybrid.config)}
+    hybrid_norms = measure_fidelity(hybrid, windows, factories, **options)["dense"].norms
+    assert hybrid_norms.keys == (1.0,) * (PREFIX + SCORED)
 
 
 def test_quantized_cache_cannot_score_zero_by_handing_out_exact_states(tiny_llama, windows):
