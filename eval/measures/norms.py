@@ -25,8 +25,9 @@ def norm_ratios(cache: Cache, dense: DynamicCache) -> NormRatios | None:
     if cache_stats(cache).get("tokens_dropped"):
         return None
     by_layer = []
-    layers: list[Any] = dense.layers
-    for layer, exact in zip(cache.layers, layers, strict=True):
+    layers: list[Any] = cache.layers
+    exact_layers: list[Any] = dense.layers
+    for layer, exact in zip(layers, exact_layers, strict=True):
         if getattr(exact, "keys", None) is None or exact.is_sliding:
             continue
         sides = (exact.keys, exact.values)
