@@ -32,8 +32,6 @@ from kvcache_plugins.reports.memory import ReportingMixin, StatValue
 
 # Dense cache that others are compared with; its row comes first
 REFERENCE = "dynamic"
-# Errors that caches of other projects raise in the middle of a run; the rows of other caches are kept
-CACHE_FAILURES = (ValueError, RuntimeError, IndexError, AssertionError, NotImplementedError)
 # Counters of `stats()` that are 0 as long as attention has seen exact states alone
 EXERCISE_COUNTERS = ("tokens_compressed", "tokens_dropped", "selected_calls", "attend_calls")
 

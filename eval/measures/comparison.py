@@ -102,7 +102,7 @@ def compare_caches(
     factories = harness.cache_factories([harness.REFERENCE, *caches], model)
     for factory in factories.values():
         # Load and compile on first use now, so that neither counts as a cache's speed
-        with suppress(*harness.CACHE_FAILURES):
+        with suppress(Exception):
             generate_with(model, token_ids[:_WARM_UP], factory(), max_new_tokens=2)
     rows: list[dict[str, Any]] = []
     dense: dict[str, Any] = {}
@@ -138,7 +138,8 @@ def compare_caches(
         for name in factories:
             try:
                 rows.append({"cache": name, "error": None, **measure(name)})
-            except harness.CACHE_FAILURES as error:
+            except Exception as error:
+                # Caches and kernels of other projects raise errors of any kind; rows of other caches are kept
                 if name == harness.REFERENCE:
                     raise
                 rows.append({"cache": name, "error": f"{type(error).__name__}: {error}"})

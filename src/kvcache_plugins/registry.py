@@ -35,7 +35,6 @@ ENTRY_POINT_GROUP = "kvcache_plugins.caches"
 CUDA = "a CUDA device"
 SEE_ALL_CACHES = "See `kvcache-plugins list`, or `list_caches()` in Python"
 # Errors of importing a third party's module, which must not break the other caches
-_LOADING_ERRORS = (ImportError, AttributeError, NameError, SyntaxError, TypeError, ValueError, RuntimeError, OSError)
 # `create_cache` checks that the object is a `Cache`
 CacheFactory: TypeAlias = Callable[..., object]
 OptionValue: TypeAlias = bool | int | float | str | None
@@ -293,7 +292,7 @@ def _entry(name: str) -> CacheEntry:
         point = _third_party()[name]
         try:
             register_cache(name, point.load())
-        except _LOADING_ERRORS as error:
+        except Exception as error:
             raise ImportError(f"The cache `{name}` of {_origin(point)} could not be loaded: {error!r}") from error
     return _ENTRIES[name]
 

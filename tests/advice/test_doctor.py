@@ -1,6 +1,7 @@
 """Findings of `doctor`, on a machine where things are missing or broken too."""
 
 import os
+import subprocess
 import warnings
 from collections.abc import Callable
 from importlib import metadata
@@ -172,6 +173,23 @@ def test_interpreted_kernels_are_run_and_wrong_rows_reported(monkeypatch: pytest
     monkeypatch.setattr(torch, "equal", lambda *_: False)
     report = report_of()
     assert report["triton"]["status"] == "fails" and "other rows" in report["triton"]["detail"]
+
+
+@pytest.mark.parametrize("error", [subprocess.CalledProcessError(1, ["gcc"]), NotImplementedError(), Exception("odd")])
+def test_kernels_that_do_not_compile_are_reported(error, monkeypatch, report_of):
+    """Triton raises `CalledProcessError` without Python's headers, and errors that are no `RuntimeError`."""
+    pytest.importorskip("triton")
+
+    def load():
+        raise error
+
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(doctor, "load_triton", load)
+    monkeypatch.setattr(doctor, "check_attention", lambda device: load())
+    report = report_of("--check", works=False)
+    assert report["triton"]["status"] == "fails"
+    for text in (report["triton"]["detail"], report["kernels"][0]["error"]):
+        assert text.startswith(type(error).__name__)
 
 
 def test_check_runs_attention(monkeypatch, report_of):

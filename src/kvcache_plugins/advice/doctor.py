@@ -45,9 +45,6 @@ _SETTINGS = (
     *("KVCACHE_PLUGINS_KERNELS", "KVCACHE_PLUGINS_HOME", "TRITON_INTERPRET"),
     *("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "HF_HUB_OFFLINE"),
 )
-# Errors of importing or running other packages; a library that cannot be loaded is an `OSError`
-_FAILURES: tuple[type[Exception], ...] = (ImportError, AttributeError, NameError, TypeError, ValueError, OSError)
-_FAILURES += (RuntimeError, LookupError, SyntaxError, AssertionError)
 
 
 class WrongKernelError(RuntimeError):
@@ -225,10 +222,10 @@ def _examine_package(requirement: Requirement, extra: str) -> Package:
 
 
 def _error_of(function: Callable[[], object]) -> str | None:
-    """Call a function, and return the error that it raises."""
+    """Call a function, and return the error that it raises: other packages and Triton's compiler raise any kind."""
     try:
         function()
-    except _FAILURES as error:
+    except Exception as error:
         return _on_one_line(error)
     return None
 
@@ -283,7 +280,7 @@ def _examine_kernels(device: str, check: bool) -> Kernels:
     try:
         with _silence():
             return replace(found, check=check_attention(torch.device(device)))
-    except _FAILURES as error:
+    except Exception as error:
         return replace(found, error=_on_one_line(error))
 
 
@@ -372,7 +369,8 @@ def _kernel_findings(kernels: Sequence[Kernels], triton: TritonState) -> Iterato
             yield Finding("hint", what, advice if requested_kernel() == "auto" else "unset KVCACHE_PLUGINS_KERNELS")
     if triton.status == "fails":
         is_chosen = any("triton" in (kernel.attention, kernel.coding) for kernel in kernels)
-        advice = "Triton needs a C compiler (gcc or clang, or CC); KVCACHE_PLUGINS_KERNELS=torch does without Triton"
+        advice = "Triton needs a C compiler (gcc or clang, or CC) and Python's headers; "
+        advice += "KVCACHE_PLUGINS_KERNELS=torch does without Triton"
         yield Finding("error" if is_chosen else "hint", f"Triton kernels do not run: {triton.detail}", advice)
 
 
