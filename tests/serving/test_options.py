@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 from transformers import AutoTokenizer, GenerationConfig
 
 from kvcache_plugins import PromptStore
@@ -14,6 +15,7 @@ from kvcache_plugins import PromptStore
 openai = pytest.importorskip("openai")
 pytest.importorskip("fastapi")
 
+from kvcache_plugins.serving.conversations import Conversations  # noqa: E402
 from kvcache_plugins.serving.disconnects import Request  # noqa: E402
 from kvcache_plugins.serving.managers import CachingManager  # noqa: E402
 from kvcache_plugins.serving.options import OPTIONS, check_options, options_of  # noqa: E402
@@ -340,3 +342,35 @@ def test_pages_of_a_cpu_are_bounded_unless_their_number_is_given(tiny_loaded):
     chosen, given = _choose_pages(tiny_loaded[0], None, None), _choose_pages(tiny_loaded[0], 3, 256)
     assert (chosen.page_size * chosen.num_blocks, chosen.max_batch_tokens) == (64 * 256, 1024)
     assert (given.page_size * given.num_blocks, given.max_batch_tokens) == (3 * 256, 256)
+
+
+@pytest.mark.parametrize(("num_passes", "num_known"), [(1, 0), (4, 800)], ids=["while it reads", "while it answers"])
+def test_a_conversation_continues_behind_an_answer_that_broke_off(tiny_loaded, num_passes, num_known):
+    """The client goes between the two layers: the first one has read more than the second."""
+    model, tokenizer = tiny_loaded
+    ids, said = tokenizer("abc " * 200, return_tensors="pt").input_ids, []
+    manager = CachingManager(model, "transform", None, Conversations(2), said.append)
+    request, passes = Request(), []
+
+    def leave(*args):
+        passes.append(0)
+        if len(passes) == num_passes:
+            request.disconnected.set()
+
+    greedy = {"generation_config": GenerationConfig(max_new_tokens=8, do_sample=False)}
+    hook = model.model.layers[0].register_forward_hook(leave)
+    try:
+        assert manager.generate(ids, request, **greedy) is ids
+    finally:
+        hook.remove()
+    assert len(passes) == num_passes
+    # A next turn knows what was read before, and is answered as behind the prompt alone
+    longer = torch.cat([ids, ids[:, :9]], dim=1)
+    answer = manager.generate(longer, Request(), **greedy)
+    assert manager.counters["known_tokens"] == num_known
+    fresh = CachingManager(model, "transform", None, Conversations(2), said.append)
+    if num_known:
+        fresh.generate(ids, Request(), generation_config=GenerationConfig(max_new_tokens=1))
+    assert torch.equal(answer, fresh.generate(longer, Request(), **greedy))
+    for each in (manager, fresh):
+        each.stop()

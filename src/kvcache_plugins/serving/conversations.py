@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import torch
+from transformers.cache_utils import CacheLayerMixin
 
+from kvcache_plugins.layers.token_reuse import can_go_back
 from kvcache_plugins.packed.cache import PackedCache
 
 
@@ -33,6 +35,22 @@ class Conversations:
     def keep(self, token_ids: torch.Tensor, cache: PackedCache) -> None:
         """Keep the cache of a conversation `[1, tokens]` as the newest."""
         self._held = [*self._held, (token_ids, cache)][-self._most :]
+
+    def keep_interrupted(self, input_ids: torch.Tensor, cache: PackedCache) -> None:
+        """
+        Keep the cache of an answer that broke off, with the tokens of its prompt that all layers have read; drop a
+        cache that cannot go back to them. Layers before the one where it broke off hold a token or a prompt more.
+        """
+        lengths = [layer.get_seq_length() for layer in cache.layers if isinstance(layer, CacheLayerMixin)]
+        num_read = min(*lengths, input_ids.shape[1])
+        # A recurrence may have read a token more than `num_read`
+        can_go = all(
+            can_go_back(layer, max(layer.get_seq_length() - num_read, 0) if isinstance(layer, CacheLayerMixin) else 1)
+            for layer in cache.layers
+        )
+        if num_read and can_go:
+            cache.crop(num_read - cache.get_seq_length())
+            self.keep(input_ids[:, :num_read], cache)
 
 
 def _count_equal(input_ids: torch.Tensor, held_ids: torch.Tensor) -> int:

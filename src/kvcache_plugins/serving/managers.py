@@ -136,9 +136,15 @@ class CachingManager(GenerateManager):
             torch.manual_seed(request.seed)
         held = None if streamer is None else _HeldStreamer(streamer)
         with attached(cache):
-            output: torch.Tensor = self._model.generate(  # type: ignore[operator]
-                input_ids, streamer=held, **options, **as_argument(cache)
-            )
+            try:
+                output: torch.Tensor = self._model.generate(  # type: ignore[operator]
+                    input_ids, streamer=held, **options, **as_argument(cache)
+                )
+            except Exception:
+                if request.disconnected.is_set() and self._conversations is not None:
+                    assert isinstance(cache, PackedCache)
+                    self._conversations.keep_interrupted(input_ids, cache)
+                raise
             num_bytes = cache.memory().total_bytes if hasattr(cache, "memory") else 0
         if self._conversations is not None:
             assert isinstance(cache, PackedCache)
