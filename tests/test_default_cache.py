@@ -1,5 +1,6 @@
 """`compressed_by_default`: every `generate` of a block has a compressed cache, of one thread and until its end."""
 
+import contextvars
 import threading
 
 import pytest
@@ -142,3 +143,10 @@ def test_the_default_is_restored_after_errors(tiny_llama):
         generate(tiny_llama, random_ids())
         raise ZeroDivisionError
     assert type(generate(tiny_llama, random_ids()).past_key_values) is DynamicCache
+
+
+def test_a_block_that_ends_in_another_context_leaves_nothing():
+    block = compressed_by_default("transform")
+    contextvars.copy_context().run(block.__enter__)
+    with pytest.raises(ValueError, match="different Context"):
+        block.__exit__(None, None, None)
