@@ -1,5 +1,6 @@
 """`compressed_by_default`: every `generate` of a block has a compressed cache, of one thread and until its end."""
 
+import contextvars
 import threading
 
 import pytest
@@ -15,7 +16,7 @@ from transformers import (
     pipeline,
 )
 
-from kvcache_plugins import TransformCodingCache, compressed_by_default, create_cache
+from kvcache_plugins import TransformCodingCache, compressed_by_default, create_cache, generate_with
 
 
 OWN = GenerationMixin._prepare_cache_for_generation
@@ -69,14 +70,18 @@ def test_only_decoder_self_attention_is_compressed():
     model = AutoModelForSeq2SeqLM.from_config(CONFIG_MAPPING["bart"](**fields)).eval()
     source, start = random_ids(30), random_ids(100)
     start[:, 0] = 1
-    with compressed_by_default("gear-2bit"):
-        output = generate(model, source, decoder_input_ids=start)
-    cache = output.past_key_values
-    assert cache.self_attention_cache.stats()["tokens_compressed"] > 0
-    assert type(cache.cross_attention_cache) is DynamicCache
     given = EncoderDecoderCache(create_cache("gear-2bit", model), DynamicCache())
     expected = generate(model, source, decoder_input_ids=start, past_key_values=given)
-    assert torch.equal(output.sequences, expected.sequences)
+    with compressed_by_default("gear-2bit"):
+        by_default = generate(model, source, decoder_input_ids=start)
+    custom = generate(model, source, decoder_input_ids=start, custom_generate=generate_with("gear-2bit"))
+    for output in (by_default, custom):
+        cache = output.past_key_values
+        assert cache.self_attention_cache.stats()["tokens_compressed"] > 0
+        assert type(cache.cross_attention_cache) is DynamicCache
+        assert torch.equal(output.sequences, expected.sequences)
+    with pytest.raises(ValueError, match="was also given a EncoderDecoderCache"):
+        generate(model, source, past_key_values=given, custom_generate=generate_with("gear-2bit"))
 
 
 def test_pipelines_use_the_default_cache(smollm2):
@@ -138,3 +143,10 @@ def test_the_default_is_restored_after_errors(tiny_llama):
         generate(tiny_llama, random_ids())
         raise ZeroDivisionError
     assert type(generate(tiny_llama, random_ids()).past_key_values) is DynamicCache
+
+
+def test_a_block_that_ends_in_another_context_leaves_nothing():
+    block = compressed_by_default("transform")
+    contextvars.copy_context().run(block.__enter__)
+    with pytest.raises(ValueError, match="different Context"):
+        block.__exit__(None, None, None)

@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
 import torch
-from transformers import Cache, DynamicCache, GenerationConfig, PreTrainedModel
+from transformers import Cache, DynamicCache, EncoderDecoderCache, GenerationConfig, PreTrainedModel
 
 from kvcache_plugins.models.cache_argument import as_argument, find_cache
 from kvcache_plugins.registry import check_cache, create_cache
@@ -42,15 +42,19 @@ def _decode(
             f"`past_key_values=create_cache({name!r}, model)` instead"
         )
     _refuse_other_cache(arguments)
-    cache = create_cache(name, model, **options)
+    cache = given = create_cache(name, model, **options)
+    prepared = find_cache(arguments)
+    if isinstance(prepared, EncoderDecoderCache):
+        given = EncoderDecoderCache(cache, prepared.cross_attention_cache)
     decode = getattr(model, "_beam_search" if mode.startswith("beam") else "_sample")
     with attached(cache):
-        return decode(input_ids, generation_config=generation_config, **{**arguments, **as_argument(cache)})
+        return decode(input_ids, generation_config=generation_config, **{**arguments, **as_argument(given)})
 
 
 def generate_with(name: str, **options: object) -> Callable[..., Generated]:
     """
-    Return a `custom_generate` for `model.generate` that gives every call a fresh cache of the registry.
+    Return a `custom_generate` for `model.generate` that gives every call a fresh cache of the registry; in
+    encoder-decoders for the decoder's own tokens.
 
     Greedy search, sampling and beam search are Transformers' own. Transformers passes no `streamer` and no
     `assistant_model` to a callable, and drops them silently. To use one, pass
@@ -82,11 +86,12 @@ def generate_with(name: str, **options: object) -> Callable[..., Generated]:
 
 
 def _refuse_other_cache(arguments: Mapping[str, object]) -> None:
-    """Raise a `ValueError` for a cache among `arguments`, except the empty `DynamicCache` that `generate` prepares."""
+    """Raise a `ValueError` for a cache among `arguments`, except an empty one as `generate` prepares it."""
     if not arguments.get("use_cache", True):
         raise ValueError("`use_cache=False` beside `custom_generate=generate_with(...)`: leave one of them out")
     prepared = find_cache(arguments)
-    if prepared is not None and (type(prepared) is not DynamicCache or prepared.get_seq_length()):
+    own = prepared.self_attention_cache if type(prepared) is EncoderDecoderCache else prepared
+    if own is not None and (type(own) is not DynamicCache or own.get_seq_length()):
         raise ValueError(
             f"`custom_generate=generate_with(...)` makes a new cache for each call, but `generate` was also given a "
             f"{type(prepared).__name__}: leave out `past_key_values` and `cache_implementation`, or `custom_generate`"

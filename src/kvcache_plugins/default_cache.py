@@ -64,11 +64,12 @@ def compressed_by_default(name: str, **options: object) -> Iterator[None]:
     try:
         yield
     finally:
-        _MAKE.reset(token)
         with _LOCK:
             _OPEN.remove(block)
             if not _OPEN:
                 GenerationMixin._prepare_cache_for_generation = _TRANSFORMERS_OWN  # type: ignore[method-assign]
+        # Last, as it raises if the block ends in another thread or task than it began in
+        _MAKE.reset(token)
 
 
 def _prepare(

@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 ENTRY_POINT_GROUP = "kvcache_plugins.caches"
 CUDA = "a CUDA device"
 SEE_ALL_CACHES = "See `kvcache-plugins list`, or `list_caches()` in Python"
-# Errors of importing a third party's module, which must not break the other caches
 # `create_cache` checks that the object is a `Cache`
 CacheFactory: TypeAlias = Callable[..., object]
 OptionValue: TypeAlias = bool | int | float | str | None

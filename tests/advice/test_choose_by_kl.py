@@ -305,6 +305,7 @@ REFUSED = [
     *(({"attention_mask": each}, MASK) for each in (torch.full((1, LENGTH), 2), torch.arange(LENGTH)[None] < 150)),
     *(({"input_ids": each}, INPUT_IDS) for each in (prompt()[0], prompt().float(), prompt().tolist())),
     *(({"input_ids": each}, INPUT_IDS) for each in ("It was", [], [prompt()], [prompt(), prompt(batch_size=2)])),
+    ({"input_ids": [{"role": "user", "content": "It was"}, "It is"]}, INPUT_IDS),
     *(({"input_ids": chat(), name: value}, "are options of a prompt") for name, value in CHAT_OPTIONS.items()),
 ]
 

@@ -110,6 +110,9 @@ def test_most_faithful_cache_that_fits_is_recommended(contract_model: PreTrained
     nothing = ask(contract_model, 1000)
     assert nothing.recommended is None
     assert nothing.reason == f"No cache fits: the smallest, `gear-2bit`, would hold {show_bytes(sizes['gear-2bit'])}."
+    in_host = by_name(found)["infinigen"].host_bytes
+    nothing = ask(contract_model, sizes["dynamic"] - 1, host_memory=100, caches=["infinigen"])
+    assert nothing.reason.endswith(f", and {show_bytes(in_host)} in host memory.")
 
 
 def test_kl_measured_on_own_text_sorts_caches(contract_model: PreTrainedModel) -> None:
@@ -121,6 +124,9 @@ def test_kl_measured_on_own_text_sorts_caches(contract_model: PreTrainedModel) -
     # Caches that were not measured come last, whatever they lose on other text
     assert [fit.cache for fit in ask(contract_model, size, kl=kl).caches][:2] == ["dynamic", "gear-2bit"]
     assert by_name(ask(contract_model, size, kl=kl))["infinigen"].kl is None
+    # Also of the dense cache, which is listed once
+    found = ask(contract_model, size, caches=None, kl={**kl, "dynamic": 0.0})
+    assert [fit.cache for fit in found.caches] == ["dynamic", *kl]
 
 
 def test_one_token_or_sequence_more_does_not_fit(contract_model: PreTrainedModel) -> None:
@@ -177,8 +183,11 @@ def test_default_caches_are_listed_on_the_first_page(contract_model: PreTrainedM
 
 
 def test_named_caches_that_cannot_be_sized_are_errors(contract_model: PreTrainedModel) -> None:
-    with pytest.raises(ValueError, match="`caches` has to be a sequence"):
-        ask(contract_model, "1MB", caches="dynamic")
+    for caches in ("dynamic", []):
+        with pytest.raises(ValueError, match="`caches` has to be a sequence"):
+            ask(contract_model, "1MB", caches=caches)
+    with pytest.raises(ValueError, match="`kl` has to be a mapping"):
+        ask(contract_model, "1MB", kl=["gear-2bit"])
     with pytest.raises(ValueError, match="`kl` has to be a number"):
         ask(contract_model, "1MB", caches=None, kl={"gear-2bit": "0.1"})
     with pytest.raises(ValueError, match="the cache `gear:nbits=5` cannot be sized"):

@@ -2,14 +2,22 @@
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import DynamicCache
 
 from kvcache_plugins import create_cache
 from kvcache_plugins.baselines.affine_coder import AffineCoder
 from kvcache_plugins.baselines.oscar import OscarCache
-from kvcache_plugins.baselines.oscar_rotations import calibrate_rotations, load_rotations, save_rotations
+from kvcache_plugins.baselines.oscar_rotations import (
+    _covariances,
+    calibrate_rotations,
+    load_rotations,
+    save_rotations,
+)
 from kvcache_plugins.contract.comparison import reachable_bytes
+from kvcache_plugins.eval.tiny_models import build_family
 from kvcache_plugins.formats.hadamard import rotate
+from kvcache_plugins.layers.query_recorder import record_queries
 
 
 @pytest.mark.parametrize(("nbits", "clip"), [(2, 0.96), (2, 0.92), (4, 1.0)])
@@ -108,13 +116,45 @@ def test_calibrated_rotations_lower_the_error_that_attention_sees(tiny_model, ra
     assert shared == sum(each.nbytes for sides in rotations.values() for each in sides)
 
 
-def test_a_calibration_of_other_heads_is_refused(tiny_model, random_windows, tmp_path):
+def test_a_calibration_of_another_model_is_refused(tiny_model, tmp_path):
     path = tmp_path / "rotations.safetensors"
-    save_rotations({0: (torch.eye(16)[None], torch.eye(16)[None])}, path)
+    save_rotations({index: (torch.eye(16)[None], torch.eye(16)[None]) for index in range(2)}, path)
     cache = create_cache("oscar-2bit", tiny_model("llama"), calibration=str(path))
     with pytest.raises(
         ValueError, match="`calibration` is for keys of 1 heads of 16 channels, but these have 2 of 32"
     ):
         cache.update(torch.randn(1, 2, 4, 32), torch.randn(1, 2, 4, 32), 0)
-    with pytest.raises(ValueError, match="`calibration`.*no such file"):
-        create_cache("oscar-2bit", calibration="no-such-file")
+    with pytest.raises(ValueError, match=r"of the layers \[0, 1\], but the cache codes layer 2 too"):
+        create_cache("oscar-2bit", tiny_model("llama", num_hidden_layers=3), calibration=str(path))
+    for other in ("no-such-file", 5):
+        with pytest.raises(ValueError, match="`calibration`.*no such file"):
+            create_cache("oscar-2bit", calibration=other)
+    for stored in ({"weight": torch.ones(2)}, {"0.keys": torch.eye(16)[None]}):
+        save_file(stored, path)
+        with pytest.raises(ValueError, match="`calibration`.*no file of `kvcache-plugins calibrate --cache oscar`"):
+            create_cache("oscar-2bit", calibration=str(path))
+    path.write_text("text")
+    with pytest.raises(ValueError, match="`calibration`.*no file of"):
+        create_cache("oscar-2bit", calibration=str(path))
+
+
+@torch.no_grad()
+def test_calibration_weights_values_by_the_models_own_attention():
+    # Its scores are not scaled by the head dimension
+    model = build_family("granite")
+    tokens = torch.randint(3, 60, (1, 100))
+    recorded, dense = DynamicCache(config=model.config), DynamicCache(config=model.config)
+    record_queries(recorded)
+    model(tokens, past_key_values=recorded)
+    model.set_attn_implementation("eager")
+    attentions = model(tokens, past_key_values=dense, output_attentions=True).attentions
+    for found, reference, weights in zip(recorded.layers, dense.layers, attentions, strict=True):
+        received = weights[0].unflatten(0, (reference.values.shape[1], -1)).sum(dim=(1, 2))[..., None]
+        own = reference.values[0].double()
+        covariance = _covariances(found.queries, found.keys, found.values, found.scale)[1]
+        torch.testing.assert_close(covariance, own.mT @ (own * received), rtol=1e-5, atol=1e-5)
+
+
+def test_a_model_that_shows_no_queries_has_no_calibration(random_windows):
+    with pytest.raises(ValueError, match="a `DeepseekV3ForCausalLM` shows a cache no queries"):
+        calibrate_rotations(build_family("deepseek_v3"), random_windows(1, 50))

@@ -196,6 +196,9 @@ def test_memory_of_a_chunk_is_released(tiny_llama):
     for size in (500, 500):
         feed(tiny_llama, cache, torch.randint(3, 128, (1, size)))
     assert cache.layers[0].slots.positions.shape[2] == 550
+    # Weights that a rollback would revoke are those of 32 queries, not a view of all 500
+    newest = cache.layers[0].slots.newest_weights
+    assert newest.untyped_storage().nbytes() == newest.nbytes
     feed(tiny_llama, cache, torch.randint(3, 128, (1, 1)))
     assert cache.layers[0].slots.positions.shape[2] == 101
 

@@ -18,7 +18,7 @@ def split_chat(chat: Chat, tokenizer: PreTrainedTokenizerBase | None) -> list[to
     """
     turns = [turn for turn in chat if isinstance(turn, torch.Tensor)]
     messages = [message for message in chat if isinstance(message, Mapping)]
-    if messages and not turns:
+    if messages and len(messages) == len(chat):
         if tokenizer is None:
             raise ValueError("`tokenizer` is needed for a chat of messages, whose template it has")
         turns = _tokenize(messages, tokenizer)

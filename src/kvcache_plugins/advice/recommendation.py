@@ -205,8 +205,8 @@ def recommend(
     sizer = CacheSizer(model, dtype=dtype, device=device)
     available = budget - _bytes_of_weights(sizer) if with_weights else budget
     if kl is not None:
-        caches = caches or ("dynamic", *kl)
         kl = {"dynamic": 0.0, **kl}
+        caches = caches or tuple(kl)
     search = _Search(sizer, max(available, 0), host_budget, new_tokens, MEASURED_KL if kl is None else kl)
     fits, not_sized = search.fit_all(caches, context, batch_size, on_progress)
     # Sort by measured KL; the largest of the unmeasured caches comes first
@@ -236,8 +236,10 @@ def _check_search(context: int, batch_size: int, caches: object, kl: Mapping[str
     for name, value, most in (("context", context, MAX_CONTEXT), ("batch_size", batch_size, MAX_BATCH_SIZE)):
         if value > most:
             raise ValueError(f"`{name}` has to be at most {most} but got {value}")
-    if isinstance(caches, str):
+    if isinstance(caches, str) or (caches is not None and not caches):
         raise ValueError(f"`caches` has to be a sequence of names of caches but got {caches!r}")
+    if kl is not None and not isinstance(kl, Mapping):
+        raise ValueError(f"`kl` has to be a mapping of names of caches to numbers but got {kl!r}")
     for each in (kl or {}).values():
         check_number("kl", each, least=0.0)
 
@@ -362,7 +364,8 @@ def _choose(fits: list[CacheFit], is_decimal: bool) -> tuple[str | None, str]:
     if chosen is None:
         least = min(fits, key=lambda fit: fit.device_bytes)
         held = show_bytes(least.device_bytes, is_decimal)
-        return None, f"No cache fits: the smallest, `{least.cache}`, would hold {held}."
+        host = f", and {show_bytes(least.host_bytes, is_decimal)} in host memory" if least.host_bytes else ""
+        return None, f"No cache fits: the smallest, `{least.cache}`, would hold {held}{host}."
     if chosen.cache == "dynamic":
         return chosen.cache, "`dynamic`, Transformers' dense cache, fits: nothing has to be given up."
     if chosen.kl is None:

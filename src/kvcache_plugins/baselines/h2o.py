@@ -396,7 +396,8 @@ class H2OLayer(LazyLayer):
             weights = weights * real[:, None, :, None]
         num_final = min(max(self._num_new - _NUM_REVOCABLE - queries.start, 0), weights.shape[2])
         slots.weights.add_(weights[:, :, :num_final].sum(dim=2))
-        newest = weights[:, :, num_final:]
+        # A copy, as a view would keep the weights of the whole tile
+        newest = weights[:, :, num_final:].clone()
         if slots.newest_weights is not None:
             newest = torch.cat([slots.newest_weights, newest], dim=2)
         slots.newest_weights = newest

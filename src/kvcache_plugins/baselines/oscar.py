@@ -66,8 +66,8 @@ class OscarCache(CodedTokensCache):
             a Hadamard matrix is the rotation, with a warning.
 
     Raises:
-        ValueError: if the calibration is not of the model's shapes, or `config` has layers that hold full-length
-            states of a kind that cannot be coded.
+        ValueError: if the calibration is not of the model's layers and shapes, or `config` has layers that hold
+            full-length states of a kind that cannot be coded.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class OscarCache(CodedTokensCache):
         *,
         calibration: str | Path | None = None,
     ):
-        rotations: Rotations = {}
+        rotations: Rotations | None = None
         if calibration is None:
             warn_user("`oscar-2bit` goes without a calibration: `kvcache-plugins calibrate --cache oscar` makes one")
         else:
@@ -84,9 +84,13 @@ class OscarCache(CodedTokensCache):
         super().__init__(partial(_make_layer, rotations), config)
 
 
-def _make_layer(rotations: Rotations, layer_idx: int) -> RowLayer:
-    """Make a layer with its calibrated rotations, or without any."""
-    own = rotations.get(layer_idx)
+def _make_layer(rotations: Rotations | None, layer_idx: int) -> RowLayer:
+    """Make a layer with its calibrated rotations, or without a calibration."""
+    own = None if rotations is None else rotations.get(layer_idx)
+    if rotations is not None and own is None:
+        raise ValueError(
+            f"`calibration` is of the layers {sorted(rotations)}, but the cache codes layer {layer_idx} too"
+        )
     policy = RowPolicy(
         _make_plain_codec,
         residual_length=_NUM_RECENT,

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers import DynamicCache, PreTrainedModel
 
@@ -28,6 +29,9 @@ def calibrate_rotations(
         model (`PreTrainedModel`): the model, in eval mode, with `sdpa` attention.
         windows (`Sequence[torch.Tensor]`): token ids `[tokens]`.
         on_progress (`Callable[[str], None]`, *optional*): called before each window.
+
+    Raises:
+        ValueError: if no layer shows its queries, as with latent attention or attention in the model's own code.
     """
     sums: dict[int, list[torch.Tensor]] = {}
     inner = unwrap_model(model)
@@ -39,16 +43,20 @@ def calibrate_rotations(
         inner(window[None].to(inner.device), **as_argument(cache), logits_to_keep=1)
         for index, layer in enumerate(cache.layers):
             if isinstance(layer, QueryRecordingLayer) and layer.queries is not None:
-                own = _covariances(layer.queries, layer.keys, layer.values)  # type: ignore[arg-type]
+                own = _covariances(layer.queries, layer.keys, layer.values, layer.scale)  # type: ignore[arg-type]
                 sums[index] = [a + b for a, b in zip(sums[index], own, strict=True)] if index in sums else list(own)
+    if not sums:
+        raise ValueError(f"`model`: a `{type(inner).__name__}` shows a cache no queries to fit rotations to")
     return {index: (_rotation_of(own[0]), _rotation_of(own[1])) for index, own in sums.items()}
 
 
-def _covariances(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _covariances(
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float | None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return covariances `[H, D, D]` of queries `[1, H * G, Q, D]`, and of values weighted with their attention."""
     grouped = queries[0].float().unflatten(0, (keys.shape[1], -1))
     num_queries, num_tokens = queries.shape[2], keys.shape[2]
-    scores = grouped @ keys[0].float().mT[:, None] * queries.shape[3] ** -0.5
+    scores = grouped @ keys[0].float().mT[:, None] * (queries.shape[3] ** -0.5 if scale is None else scale)
     is_future = torch.ones(num_queries, num_tokens, dtype=torch.bool, device=keys.device)
     weights = scores.masked_fill(is_future.triu(num_tokens - num_queries + 1), -torch.inf).softmax(dim=-1)
     received = weights.sum(dim=(1, 2))[..., None]
@@ -79,9 +87,14 @@ def save_rotations(rotations: Rotations, path: str | Path) -> None:
 
 
 def load_rotations(path: str | Path) -> Rotations:
-    """Read a file of `save_rotations`; raise a `ValueError` that names `calibration` if there is no such file."""
-    if not Path(path).is_file():
+    """Read a file of `save_rotations`; raise a `ValueError` that names `calibration` if it is none."""
+    if not isinstance(path, (str, Path)) or not Path(path).is_file():
         raise ValueError(f"`calibration` is `{path}`, but there is no such file")
-    stored = load_file(path)
-    indices = {int(name.partition(".")[0]) for name in stored}
-    return {index: (stored[f"{index}.keys"], stored[f"{index}.values"]) for index in sorted(indices)}
+    try:
+        stored = load_file(path)
+        indices = {int(name.partition(".")[0]) for name in stored}
+        rotations = {index: (stored[f"{index}.keys"], stored[f"{index}.values"]) for index in sorted(indices)}
+    except (SafetensorError, KeyError, ValueError) as error:
+        made_by = "`kvcache-plugins calibrate --cache oscar`"
+        raise ValueError(f"`calibration` is `{path}`, but that is no file of {made_by}") from error
+    return rotations

@@ -242,7 +242,7 @@ def recommend_caches(
             device=device or default_device(),
             host_memory=host_memory,
             with_weights=with_weights,
-            caches=cache,
+            caches=specs if cache else None,
             on_progress=announce,
         )
     if as_json:

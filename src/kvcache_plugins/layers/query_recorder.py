@@ -41,11 +41,13 @@ class QueryRecordingLayer(DenseLayer):
     Attributes:
         queries (`torch.Tensor` of shape `[batch_size, num_heads, at most 256, head_dim]`, *optional*): `None` until
             attention over lazy states was computed.
+        scale (`float`, *optional*): factor of their scores; `None` for the usual one, `head_dim**-0.5`.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.queries: torch.Tensor | None = None
+        self.scale: float | None = None
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """See `DynamicLayer.lazy_initialization`; set the dtype that lazy states report."""
@@ -64,6 +66,7 @@ class QueryRecordingLayer(DenseLayer):
         """Keep the newest queries, unless they attend to projections of what is stored."""
         if call.project is None:
             self.queries = call.query[:, :, -_NUM_QUERIES:].clone()
+            self.scale = call.scale
 
     def note_dense_read(self, side: str) -> None:
         """Do nothing: the layer is dense."""
