@@ -2,6 +2,7 @@
 
 import contextvars
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from transformers import (
 from kvcache_plugins import TransformCodingCache, compressed_by_default, create_cache, generate_with
 
 
+HUB = Path(__file__).resolve().parents[1] / "hub"
 OWN = GenerationMixin._prepare_cache_for_generation
 
 
@@ -62,7 +64,7 @@ def test_explicit_caches_take_precedence(tiny_llama):
         assert type(tiny_llama(ids, use_cache=True).past_key_values) is DynamicCache
 
 
-def test_only_decoder_self_attention_is_compressed():
+def test_only_decoder_self_attention_is_compressed(monkeypatch, tmp_path):
     fields = {"encoder_layers": 3, "decoder_layers": 2, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
     fields |= {"d_model": 64, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "max_position_embeddings": 256}
     fields |= {"vocab_size": 128, "pad_token_id": 0, "eos_token_id": None, "bos_token_id": 1, "init_std": 0.2}
@@ -75,7 +77,10 @@ def test_only_decoder_self_attention_is_compressed():
     with compressed_by_default("gear-2bit"):
         by_default = generate(model, source, decoder_input_ids=start)
     custom = generate(model, source, decoder_input_ids=start, custom_generate=generate_with("gear-2bit"))
-    for output in (by_default, custom):
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path))
+    of_folder = {"custom_generate": str(HUB), "trust_remote_code": True, "cache": "gear-2bit"}
+    of_hub = generate(model, source, decoder_input_ids=start, **of_folder)
+    for output in (by_default, custom, of_hub):
         cache = output.past_key_values
         assert cache.self_attention_cache.stats()["tokens_compressed"] > 0
         assert type(cache.cross_attention_cache) is DynamicCache

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import cache as remember
 from typing import Any
 
+from transformers import DynamicCache, EncoderDecoderCache
 from transformers.utils import cached_file
 
 from kvcache_plugins import create_cache
@@ -27,7 +28,7 @@ def generate(
     **arguments: Any,
 ) -> Any:
     """
-    Run `model.generate` with a new cache.
+    Run `model.generate` with a new cache; in encoder-decoders for the decoder's own tokens.
 
     Args:
         inputs: The positional argument that `generate` was called with.
@@ -39,18 +40,19 @@ def generate(
     Raises:
         ValueError: for an unknown cache or option, or if there is a cache in the arguments already.
     """
-    given = [arguments.pop(name, None) for name in ("past_key_values", "cache_implementation")]
-    if given != [None, None] or not isinstance(cache, str):
+    others = [arguments.pop(name, None) for name in ("past_key_values", "cache_implementation")]
+    if others != [None, None] or not isinstance(cache, str):
         raise ValueError("leave out `past_key_values` and `cache_implementation`: `cache` takes the name of a cache")
     options = dict(cache_options or {})
     if cache.startswith("calibrated-") and "calibration=" not in cache:
         found = find_calibration(model.name_or_path, getattr(model.config, "_commit_hash", None))
         options = options if found is None else {"calibration": found, **options}
     made = create_cache(cache, model, **options)
+    given_cache = EncoderDecoderCache(made, DynamicCache()) if model.config.is_encoder_decoder else made
     # Hooks of a cache on the model end with the call
     with made if isinstance(made, AbstractContextManager) else nullcontext():
         # The method of the class, as the instance's is this function if it is in the model's repository
-        return type(model).generate(model, *inputs, **arguments, **as_argument(made))
+        return type(model).generate(model, *inputs, **arguments, **as_argument(given_cache))
 
 
 @remember
