@@ -34,6 +34,8 @@ logger = logging.getLogger(__name__)
 
 MODES = ("auto", "prefix", "chunk", "decode")
 NAMES = ("kvcache", "hf-kvcache")
+# Arguments of `HFLM` that change scores by rounding alone, if at all
+_OF_RUNS = {"batch_size", "max_batch_size", "device"}
 
 Answer = TypeVar("Answer")
 # Request of lm-eval: its strings (or `None`), tokens of the context, and tokens of the continuation
@@ -54,8 +56,8 @@ class KVCacheLM(HFLM):
         cache_mode (`str`, *optional*, defaults to `"auto"`): how scored tokens go through the cache. `prefix`: the
             context in one forward, then each continuation in one. `chunk`: both, `cache_chunk` tokens a forward.
             `decode`: the context in one forward, then continuations token by token. `auto`: `decode` for caches that
-            are exact for several new tokens at once (InfiniGen); for others `prefix`, or `chunk` without a context
-            (rolling perplexity).
+            are exact for several new tokens at once (InfiniGen); for others `prefix`, or `chunk` for rolling
+            perplexity and without a context.
         cache_chunk (`int`, *optional*, defaults to 64): tokens a forward of `chunk`.
         cache_check (`bool`, *optional*, defaults to `True`): raise an error if no context has exercised the cache: all
             were shorter than its exact buffer, so that scores are those of exact states. Otherwise warn.
@@ -96,6 +98,11 @@ class KVCacheLM(HFLM):
         if kwargs.get("backend", "default") == "seq2seq":
             raise ValueError("`backend` has to be `causal`: caches of encoder-decoder models are not served")
         self.cache_mode, self.cache_chunk, self.cache_check = cache_mode, cache_chunk, cache_check
+        self._arguments = {
+            key: str(getattr(value, "name_or_path", value))
+            for key, value in kwargs.items()
+            if key not in _OF_RUNS and value is not None
+        }
         if isinstance(pretrained, str):
             # `hf` would take "cuda" on a machine without a GPU too
             kwargs["device"] = device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -154,6 +161,10 @@ class KVCacheLM(HFLM):
         """Return the log-likelihood of each request, and True if its continuation is greedy, as `HFLM` does."""
         cut = [self._cut(context, continuation) for _, context, continuation in requests]
         groups = group_by_context(cut)
+        # Windows of rolling perplexity have no strings
+        is_rolling = any(strings is None for strings, _, _ in requests)
+        fails_early = self.cache_check and not is_rolling and self.world_size == 1
+        most_tokens = max((len(context) + len(continuation) for context, continuation in cut), default=0)
         answers: dict[int, tuple[float, bool]] = {}
         with tqdm(
             total=len(requests), disable=disable_tqdm or self.rank != 0, desc="Running loglikelihood requests"
@@ -161,10 +172,10 @@ class KVCacheLM(HFLM):
             for batch in self._batches(groups, override_bs):
                 contexts = [context for context, _ in batch]
                 continuations = [[cut[number][1] for number in numbers] for _, numbers in batch]
-                scores = self._scorer.score(contexts, continuations, self._feeding(contexts))
-                is_longest = batch[0] is groups[0] and requests[batch[0][1][0]][0] is not None
-                if self.cache_check and is_longest and self.world_size == 1:
-                    # No later context is longer, so that the error at the end of the call can come now
+                scores = self._scorer.score(contexts, continuations, self._feeding(contexts, is_rolling))
+                is_longest = len(contexts[0]) + max(map(len, continuations[0])) == most_tokens
+                if fails_early and batch[0] is groups[0] and is_longest:
+                    # No later context is longer, even with what is scored behind it: the error can come now
                     self._require_exercise(self._scorer.record)
                 for (_, numbers), of_context in zip(batch, scores, strict=True):
                     for number, score in zip(numbers, of_context, strict=True):
@@ -231,6 +242,7 @@ class KVCacheLM(HFLM):
             "options": dict(self.cache_options),
             "mode": self.cache_mode,
             "chunk": self.cache_chunk,
+            "arguments": dict(self._arguments),
         }
 
     # Batches of requests
@@ -258,10 +270,11 @@ class KVCacheLM(HFLM):
         parts = groups[:first], groups[first:]
         return [part[start : start + size] for part in parts for start in range(0, len(part), size)]
 
-    def _feeding(self, contexts: Sequence[Sequence[int]]) -> Feeding:
+    def _feeding(self, contexts: Sequence[Sequence[int]], is_rolling: bool) -> Feeding:
         mode = self.cache_mode
         if mode == "auto":
-            has_context = any(len(context) > 1 for context in contexts)
+            # The last window of rolling perplexity has a context, but is scored like the others
+            has_context = any(len(context) > 1 for context in contexts) and not is_rolling
             mode = "decode" if self._decodes_alone else "prefix" if has_context else "chunk"
         chunk = self.cache_chunk
         return {"prefix": Feeding(), "chunk": Feeding(chunk, chunk), "decode": DECODE}[mode]

@@ -172,6 +172,26 @@ def test_a_cache_that_no_context_reaches_fails(tiny_loaded: Loaded, caplog: pyte
         wrap(tiny_loaded, cache="h2o").generate_until(make_requests("generate_until", arguments))
 
 
+def test_a_short_continuation_of_the_longest_context_is_no_error_before_a_long_one(tiny_loaded: Loaded) -> None:
+    lm = wrap(tiny_loaded, cache="gear-2bit", cache_mode="decode")
+    scores = lm.loglikelihood(make_requests("loglikelihood", (CONTEXT[:30], " a"), (CONTEXT[:20], CONTEXT[20:150])))
+    counters = lm.get_model_info()["cache"]["counters"]
+    assert len(scores) == 2 and (counters["contexts"], counters["contexts_exercised"]) == (2, 1)
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "gear-2bit"])
+def test_every_window_of_rolling_perplexity_is_read_in_chunks(tiny_loaded: Loaded, cache: str) -> None:
+    # The last of two windows has tokens of the first as its context
+    scores = {
+        mode: wrap(tiny_loaded, cache=cache, cache_mode=mode, max_length=180).loglikelihood_rolling(
+            make_requests("loglikelihood_rolling", (CONTEXT[:300],)), disable_tqdm=True
+        )
+        for mode in ("auto", "chunk", "prefix")
+    }
+    assert scores["auto"] == scores["chunk"]
+    assert (scores["auto"] != pytest.approx(scores["prefix"], abs=1e-2)) == (cache == "gear-2bit")
+
+
 def test_infinigen_is_fed_token_by_token(tiny_loaded: Loaded) -> None:
     lm = wrap(tiny_loaded, cache="infinigen", cache_recent=8, cache_max_fetch_ratio=0.05)
     lm.loglikelihood(make_requests("loglikelihood", *PAIRS[:2]))
@@ -249,8 +269,11 @@ def test_two_settings_cannot_share_stored_responses(tiny_loaded: Loaded, tmp_pat
 
     first = evaluate()
     assert evaluate() == first
-    with pytest.raises(ValueError, match="`use_cache` is a file of another model or cache setting"):
-        evaluate(cache="gear-2bit")
+    for other in ({"cache": "gear-2bit"}, {"max_length": 100}):
+        with pytest.raises(ValueError, match="`use_cache` is a file of another model or cache setting"):
+            evaluate(**other)
+    # Neither of them was stored, and a batch changes nothing but rounding
+    assert evaluate(batch_size=2) == first
 
 
 # Arguments of `accelerate launch` on GPUs; on CPUs it starts one process alone
