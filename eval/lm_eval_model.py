@@ -286,10 +286,25 @@ class KVCacheLM(HFLM):
     ) -> list[Answer]:
         self._scorer.record = CacheRecord()
         answers = answer(requests, disable_tqdm)
+        if self.world_size == 1:
+            self._check_record()
+        return answers
+
+    def barrier(self) -> None:
+        """
+        Wait for all processes, and check the counters of all: otherwise one would raise while others wait for it.
+        lm-eval calls this after every kind of requests, also in a process that has all answers in a store.
+        """
+        if self.world_size > 1:
+            self._check_record()
+        super().barrier()
+
+    def _check_record(self) -> None:
+        """Merge the record of the last call, in all processes, into that of all calls, and check it."""
         records = [self._scorer.record] * self.world_size
         if self.world_size > 1:
-            # Every process checks the counters of all: otherwise one would raise while others wait for it
             torch.distributed.all_gather_object(records, self._scorer.record)
+        self._scorer.record = CacheRecord()
         record = merge_records(records)
         self._record = merge_records([self._record, record])
         contexts, exercised = record.counters["contexts"], record.counters["contexts_exercised"]
@@ -298,7 +313,6 @@ class KVCacheLM(HFLM):
         elif exercised < contexts:
             text = "%d of %d contexts were too short for the cache `%s` to hold anything but exact states"
             logger.warning(text, contexts - exercised, contexts, self.cache_name)
-        return answers
 
     def _require_exercise(self, record: CacheRecord) -> None:
         """Raise a `ValueError`, or warn without `cache_check`, if no context of a record has exercised the cache."""

@@ -318,6 +318,22 @@ def test_two_processes_score_as_one(tiny_folder, task, tmp_path, run_python) -> 
     assert held[0] == held[1]
 
 
+def test_processes_wait_for_each_other_at_the_barrier_alone(tiny_loaded: Loaded, monkeypatch) -> None:
+    # A process calls no method if it has all answers in a store of responses
+    lm = wrap(tiny_loaded, cache="gear-2bit")
+    gathered = []
+    monkeypatch.setattr(torch.distributed, "all_gather_object", lambda records, own: gathered.append(own))
+    lm._world_size = 2
+    lm.accelerator = SimpleNamespace(wait_for_everyone=lambda: None, unwrap_model=lambda model: model)
+    lm.loglikelihood(make_requests("loglikelihood", PAIRS[0]), disable_tqdm=True)
+    assert not gathered
+    lm.barrier()
+    lm.barrier()
+    assert [record.counters["contexts"] for record in gathered] == [1, 0]
+    # Both processes have the same one here
+    assert lm.get_model_info()["cache"]["counters"]["contexts"] == 2
+
+
 def test_rank_is_the_launchers_where_processes_share_a_machine_without_gpus() -> None:
     own = SimpleNamespace(rank=0, world_size=1)
     assert find_rank(own) == (0, 1)
