@@ -169,7 +169,7 @@ class KVCacheLM(HFLM):
         with tqdm(
             total=len(requests), disable=disable_tqdm or self.rank != 0, desc="Running loglikelihood requests"
         ) as progress:
-            for batch in self._batches(groups, override_bs):
+            for batch in self._batches(groups, override_bs, most_tokens):
                 contexts = [context for context, _ in batch]
                 continuations = [[cut[number][1] for number in numbers] for _, numbers in batch]
                 scores = self._scorer.score(contexts, continuations, self._feeding(contexts, is_rolling))
@@ -258,12 +258,12 @@ class KVCacheLM(HFLM):
             logger.warning("A context of %d tokens loses its first %d: `max_length`", len(context), excess)
         return context[max(excess, 0) :], continuation
 
-    def _batches(self, groups: list[Group], size: int | None) -> list[list[Group]]:
-        """Return batches of groups whose contexts are prefilled together."""
+    def _batches(self, groups: list[Group], size: int | None, most_tokens: int) -> list[list[Group]]:
+        """Return batches of groups whose contexts are prefilled together; no request has more than `most_tokens`."""
         if not groups:
             return []
         if size is None:
-            longest = (None, list(groups[0][0]), [0])
+            longest = (None, [0] * (most_tokens - 1), [0])
             size = self._detect_batch_size([longest]) if self.batch_size == "auto" else int(self.batch_size)
         # Contexts of one token fill nothing, and come last, in batches of their own
         first = next((at for at, (context, _) in enumerate(groups) if len(context) == 1), len(groups))

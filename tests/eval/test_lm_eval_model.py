@@ -81,6 +81,17 @@ def test_auto_tries_no_batches_on_a_cpu(tiny_loaded: Loaded, batch_size, monkeyp
         assert len(getattr(lm, kind)(make_requests(kind, each), disable_tqdm=True)) == 1
 
 
+def test_auto_tries_batches_of_the_longest_request(tiny_loaded: Loaded, monkeypatch) -> None:
+    tried = []
+    lm = wrap(tiny_loaded, cache_check=False)
+    # As on a GPU
+    lm.batch_size_per_gpu = "auto"
+    monkeypatch.setattr(lm, "_detect_batch_size", lambda requests: tried.extend(requests) or 2)
+    lm.loglikelihood(make_requests("loglikelihood", (CONTEXT[:9], "a"), (CONTEXT[:5], CONTEXT[5:65])))
+    ((_, context, continuation),) = tried
+    assert len(context) + len(continuation) == 65
+
+
 def test_larger_batches_score_as_one_and_the_largest_is_found(tiny_loaded: Loaded) -> None:
     options = {"cache": "gear-2bit", "max_batch_size": 3, "max_length": 350}
     models = [wrap(tiny_loaded, batch_size=size, **options) for size in (1, 3)]
