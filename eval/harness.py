@@ -133,9 +133,10 @@ def load_with_tokens(
 def read_rows(path: Path, option: str) -> list[dict[str, Any]]:
     """Read rows of a file of JSON lines; a `ValueError` names a line that is no JSON."""
     rows = []
-    for number, line in enumerate(inputs.read_text(path, option).splitlines(), start=1):
+    # `splitlines` would cut at separators that JSON has inside of strings
+    for number, line in enumerate(inputs.read_text(path, option).split("\n"), start=1):
         try:
-            rows += [json.loads(line)] if line else []
+            rows += [json.loads(line)] if line.strip() else []
         except json.JSONDecodeError as error:
             raise ValueError(f"`{option}`: line {number} of {path} is no JSON ({error.msg})") from error
     return rows

@@ -34,6 +34,8 @@ logger = logging.getLogger(__name__)
 
 MODES = ("auto", "prefix", "chunk", "decode")
 NAMES = ("kvcache", "hf-kvcache")
+# Arguments of `HFLM` that change scores by rounding alone, if at all
+_OF_RUNS = {"batch_size", "max_batch_size", "device"}
 
 Answer = TypeVar("Answer")
 # Request of lm-eval: its strings (or `None`), tokens of the context, and tokens of the continuation
@@ -54,8 +56,8 @@ class KVCacheLM(HFLM):
         cache_mode (`str`, *optional*, defaults to `"auto"`): how scored tokens go through the cache. `prefix`: the
             context in one forward, then each continuation in one. `chunk`: both, `cache_chunk` tokens a forward.
             `decode`: the context in one forward, then continuations token by token. `auto`: `decode` for caches that
-            are exact for several new tokens at once (InfiniGen); for others `prefix`, or `chunk` without a context
-            (rolling perplexity).
+            are exact for several new tokens at once (InfiniGen); for others `prefix`, or `chunk` for rolling
+            perplexity and without a context.
         cache_chunk (`int`, *optional*, defaults to 64): tokens a forward of `chunk`.
         cache_check (`bool`, *optional*, defaults to `True`): raise an error if no context has exercised the cache: all
             were shorter than its exact buffer, so that scores are those of exact states. Otherwise warn.
@@ -96,6 +98,11 @@ class KVCacheLM(HFLM):
         if kwargs.get("backend", "default") == "seq2seq":
             raise ValueError("`backend` has to be `causal`: caches of encoder-decoder models are not served")
         self.cache_mode, self.cache_chunk, self.cache_check = cache_mode, cache_chunk, cache_check
+        self._arguments = {
+            key: str(getattr(value, "name_or_path", value))
+            for key, value in kwargs.items()
+            if key not in _OF_RUNS and value is not None
+        }
         if isinstance(pretrained, str):
             # `hf` would take "cuda" on a machine without a GPU too
             kwargs["device"] = device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -154,17 +161,21 @@ class KVCacheLM(HFLM):
         """Return the log-likelihood of each request, and True if its continuation is greedy, as `HFLM` does."""
         cut = [self._cut(context, continuation) for _, context, continuation in requests]
         groups = group_by_context(cut)
+        # Windows of rolling perplexity have no strings
+        is_rolling = any(strings is None for strings, _, _ in requests)
+        fails_early = self.cache_check and not is_rolling and self.world_size == 1
+        most_tokens = max((len(context) + len(continuation) for context, continuation in cut), default=0)
         answers: dict[int, tuple[float, bool]] = {}
         with tqdm(
             total=len(requests), disable=disable_tqdm or self.rank != 0, desc="Running loglikelihood requests"
         ) as progress:
-            for batch in self._batches(groups, override_bs):
+            for batch in self._batches(groups, override_bs, most_tokens):
                 contexts = [context for context, _ in batch]
                 continuations = [[cut[number][1] for number in numbers] for _, numbers in batch]
-                scores = self._scorer.score(contexts, continuations, self._feeding(contexts))
-                is_longest = batch[0] is groups[0] and requests[batch[0][1][0]][0] is not None
-                if self.cache_check and is_longest and self.world_size == 1:
-                    # No later context is longer, so that the error at the end of the call can come now
+                scores = self._scorer.score(contexts, continuations, self._feeding(contexts, is_rolling))
+                is_longest = len(contexts[0]) + max(map(len, continuations[0])) == most_tokens
+                if fails_early and batch[0] is groups[0] and is_longest:
+                    # No later context is longer, even with what is scored behind it: the error can come now
                     self._require_exercise(self._scorer.record)
                 for (_, numbers), of_context in zip(batch, scores, strict=True):
                     for number, score in zip(numbers, of_context, strict=True):
@@ -231,6 +242,7 @@ class KVCacheLM(HFLM):
             "options": dict(self.cache_options),
             "mode": self.cache_mode,
             "chunk": self.cache_chunk,
+            "arguments": dict(self._arguments),
         }
 
     # Batches of requests
@@ -246,22 +258,23 @@ class KVCacheLM(HFLM):
             logger.warning("A context of %d tokens loses its first %d: `max_length`", len(context), excess)
         return context[max(excess, 0) :], continuation
 
-    def _batches(self, groups: list[Group], size: int | None) -> list[list[Group]]:
-        """Return batches of groups whose contexts are prefilled together."""
+    def _batches(self, groups: list[Group], size: int | None, most_tokens: int) -> list[list[Group]]:
+        """Return batches of groups whose contexts are prefilled together; no request has more than `most_tokens`."""
         if not groups:
             return []
         if size is None:
-            longest = (None, list(groups[0][0]), [0])
+            longest = (None, [0] * (most_tokens - 1), [0])
             size = self._detect_batch_size([longest]) if self.batch_size == "auto" else int(self.batch_size)
         # Contexts of one token fill nothing, and come last, in batches of their own
         first = next((at for at, (context, _) in enumerate(groups) if len(context) == 1), len(groups))
         parts = groups[:first], groups[first:]
         return [part[start : start + size] for part in parts for start in range(0, len(part), size)]
 
-    def _feeding(self, contexts: Sequence[Sequence[int]]) -> Feeding:
+    def _feeding(self, contexts: Sequence[Sequence[int]], is_rolling: bool) -> Feeding:
         mode = self.cache_mode
         if mode == "auto":
-            has_context = any(len(context) > 1 for context in contexts)
+            # The last window of rolling perplexity has a context, but is scored like the others
+            has_context = any(len(context) > 1 for context in contexts) and not is_rolling
             mode = "decode" if self._decodes_alone else "prefix" if has_context else "chunk"
         chunk = self.cache_chunk
         return {"prefix": Feeding(), "chunk": Feeding(chunk, chunk), "decode": DECODE}[mode]
@@ -273,10 +286,25 @@ class KVCacheLM(HFLM):
     ) -> list[Answer]:
         self._scorer.record = CacheRecord()
         answers = answer(requests, disable_tqdm)
+        if self.world_size == 1:
+            self._check_record()
+        return answers
+
+    def barrier(self) -> None:
+        """
+        Wait for all processes, and check the counters of all: otherwise one would raise while others wait for it.
+        lm-eval calls this after every kind of requests, also in a process that has all answers in a store.
+        """
+        if self.world_size > 1:
+            self._check_record()
+        super().barrier()
+
+    def _check_record(self) -> None:
+        """Merge the record of the last call, in all processes, into that of all calls, and check it."""
         records = [self._scorer.record] * self.world_size
         if self.world_size > 1:
-            # Every process checks the counters of all: otherwise one would raise while others wait for it
             torch.distributed.all_gather_object(records, self._scorer.record)
+        self._scorer.record = CacheRecord()
         record = merge_records(records)
         self._record = merge_records([self._record, record])
         contexts, exercised = record.counters["contexts"], record.counters["contexts_exercised"]
@@ -285,7 +313,6 @@ class KVCacheLM(HFLM):
         elif exercised < contexts:
             text = "%d of %d contexts were too short for the cache `%s` to hold anything but exact states"
             logger.warning(text, contexts - exercised, contexts, self.cache_name)
-        return answers
 
     def _require_exercise(self, record: CacheRecord) -> None:
         """Raise a `ValueError`, or warn without `cache_check`, if no context of a record has exercised the cache."""

@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -82,11 +83,15 @@ def measure_task(
     ((name, scores),) = results["results"].items()
     metrics = [key for key in scores if "," in key and "_stderr" not in key]
     used, samples = results["config"]["cache"], results["samples"][name]
-    by_item = {key: [sample.get(key.split(",")[0]) for sample in samples] for key in metrics}
+    by_item: dict[str, list[Any]] = {key: [] for key in metrics}
+    # A task with several filters has a sample of each item by each of them
+    for sample, key in product(samples, metrics):
+        metric, _, filtered_by = key.partition(",")
+        by_item[key] += [sample.get(metric)] if sample["filter"] == filtered_by else []
     yield {
         "metrics": {key: scores[key] for key in metrics},
         "standard_errors": {key: scores.get(key.replace(",", "_stderr,")) for key in metrics},
-        "num_items": len(samples),
+        "num_items": len({sample["doc_id"] for sample in samples}),
         # Figures of each item: differences between caches are far smaller than each one's own error
         "by_item": {key: own for key, own in by_item.items() if all(isinstance(each, (int, float)) for each in own)},
         "counters": used["counters"],

@@ -82,11 +82,11 @@ def benchmark_steps(
         check_choice("shape", each, tuple(SHAPES))
     for each in dtype or ():
         parse_dtype(each)
-    if text_file is None and not shape:
+    if (text_file is None) != bool(shape):
         raise ValueError("`text_file` has to be given, or `shape` for random models, which read none")
     specs = dict.fromkeys([*[harness.REFERENCE] * bool(shape), *cache])
     threads = num_threads or [torch.get_num_threads()]
-    read = _TOKENS_READ if shape else read
+    read = _TOKENS_READ if shape and read is None else read
     num_fed = steps * len(threads)
     yield Settings(dtype=", ".join(dtype or []))
     kinds: list[str | None] = [*shape] if shape else [None]
@@ -200,6 +200,8 @@ def benchmark_batching(
 
     if shape is not None:
         check_choice("shape", shape, tuple(SHAPES))
+        if text_file is not None:
+            raise ValueError("`text_file` is for tables of a model, and `shape` makes one that reads none")
     table_text = None
     if shape is None and text_file is None:
         network, _ = load_for_evaluation(model)

@@ -13,15 +13,12 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from transformers import Cache
 
 from kvcache_plugins.eval.harness import load_with_tokens
 from kvcache_plugins.models.cache_argument import as_argument
 from kvcache_plugins.registry import create_cache
 from kvcache_plugins.reports.memory import measure_memory
-
-
-# Tokens that a loaded cache goes on with
-_NUM_NEXT = 64
 
 
 class LiveBytes(TorchDispatchMode):
@@ -61,14 +58,15 @@ def measure_cache(model_name: str, text_file: str, context: int, spec: str, num_
     after_prefill = _peak_rss()
     model(token_ids[:, context : context + 1], **as_argument(cache))
     memory = measure_memory(cache)
+    # Layers with a window hold less than the largest ones
+    dense_layers = [measure_memory(Cache(layers=[layer])).dense_bytes for layer in cache.layers]
     with LiveBytes() as live:
         model(token_ids[:, context + 1 : context + 2], **as_argument(cache))
-    layers = [layer for layer in cache.layers if not getattr(layer, "is_sliding", False)]
     return {
         "cache": spec,
         "cache_bytes": memory.total_bytes,
         "kv_percent": memory.kv_percent,
-        "dense_layer_bytes": memory.dense_bytes // max(len(layers), 1),
+        "dense_layer_bytes": max(dense_layers),
         "decode_step_peak_bytes": live.peak,
         "rss_peak_after_load": loaded,
         "rss_peak_after_prefill": after_prefill,

@@ -120,13 +120,13 @@ def load_or_make(
 
 
 @contextmanager
-def coding_seconds(cache: Cache) -> Iterator[list[float]]:
-    """Time every call of `commit_prompt` inside the `with` block, and yield the list of seconds."""
+def coding_seconds(cache: Cache, device: torch.device | None = None) -> Iterator[list[float]]:
+    """Time every call of `commit_prompt` inside the `with` block, with its work on a GPU; yield the seconds."""
     seconds: list[float] = []
     layers: list[Any] = [layer for layer in cache.layers if isinstance(layer, LazyLayer)]
 
     def timed(commit: Callable[[], None]) -> None:
-        seconds.append(harness.time_call(commit))
+        seconds.append(harness.time_call(commit, device))
 
     for layer in layers:
         layer.commit_prompt = partial(timed, layer.commit_prompt)
@@ -161,7 +161,7 @@ def time_reading(
     @contextmanager
     def turn(name: str) -> Iterator[None]:
         caches[name] = makers[name]()
-        with coding_seconds(caches[name]) as coded:
+        with coding_seconds(caches[name], network.device) as coded:
             yield
         coding[name].append(sum(coded))
 

@@ -210,6 +210,7 @@ WRONG = {
     "calibrate --cache infinigen --out file": "`text_file` has to be given with `cache` infinigen",
     "calibrate --cache infinigen --text-file TEXT": "`out` has to be given with `cache` infinigen",
     "calibrate --text-file TEXT --out /proc/a": "/proc/a",
+    "calibrate --rank 8": "`rank` and `min_recall` are of `cache` infinigen",
     "plan --world-size 1 --lengths 64 --out /proc/a": "/proc/a",
     "bench kernels --out /proc/a.json": "/proc/a.json",
     "bench kernels --out /tmp": "`out` is to be a file, but",

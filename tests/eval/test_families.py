@@ -40,6 +40,7 @@ from kvcache_plugins.eval.tables import render_families
 from kvcache_plugins.eval.tiny_models import build_family, family_names, media_family_names, prompt
 from kvcache_plugins.layers.group_layer import GroupLayer
 from kvcache_plugins.layers.row_layer import RowLayer
+from kvcache_plugins.models.cache_argument import as_argument
 
 
 # Full attention with rotary positions and with learned ones, latent, sparse, windows, recurrences, experts
@@ -214,6 +215,17 @@ def test_cache_that_depends_on_how_it_is_used_fails(reference: Reference) -> Non
     outcome = try_cache(reference, Case(Form(lambda model: make_cache, (4.0, 4.0))))
     assert outcome.status == "FAILS"
     assert outcome.detail.startswith("forward by forward")
+
+
+@torch.no_grad()
+def test_random_errors_fit_into_a_window_shorter_than_the_prompt(tiny_model) -> None:
+    model, tokens = tiny_model("mistral-sliding", sliding_window=70), torch.full((1, 101), 5)
+    caches = InexactCache(model), DynamicCache(config=model.config)
+    for cache in caches:
+        for part in tokens.split(100, dim=1):
+            model(part, **as_argument(cache))
+    inexact, dense = (cache.layers[0].keys for cache in caches)
+    assert inexact.shape == dense.shape and 0 < (inexact - dense).norm() < dense.norm()
 
 
 def test_family_that_hangs_or_dies_costs_its_own_row(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 """The harness: windows of text, caches filled with states, and functions that take turns."""
 
+import json
 import math
 from contextlib import nullcontext, suppress
 
@@ -11,6 +12,7 @@ from kvcache_plugins.eval.harness import (
     encode_text,
     fill_with_states,
     median_interval,
+    read_rows,
     read_states,
     spread_windows,
     take_turns,
@@ -82,6 +84,15 @@ def test_windows_are_disjoint_and_spread() -> None:
 
 
 @pytest.mark.long
+def test_rows_may_hold_separators_of_lines(tmp_path) -> None:
+    rows = [{"text": "one\u2028two\x85three"}, {"text": "four"}]
+    (tmp_path / "rows.jsonl").write_text("\n \n".join(json.dumps(row, ensure_ascii=False) for row in rows), "utf-8")
+    assert read_rows(tmp_path / "rows.jsonl", "data_file") == rows
+    (tmp_path / "rows.jsonl").write_text("{}\n{")
+    with pytest.raises(ValueError, match="`data_file`: line 2 of .* is no JSON"):
+        read_rows(tmp_path / "rows.jsonl", "data_file")
+
+
 def test_text_is_encoded_without_special_tokens_and_bos_is_kept_apart(smollm2, gemma3) -> None:
     for (_, tokenizer), start in ((smollm2, []), (gemma3, [gemma3[1].bos_token_id])):
         token_ids, start_ids = encode_text(tokenizer, "Call me Ishmael.")

@@ -81,6 +81,17 @@ def test_auto_tries_no_batches_on_a_cpu(tiny_loaded: Loaded, batch_size, monkeyp
         assert len(getattr(lm, kind)(make_requests(kind, each), disable_tqdm=True)) == 1
 
 
+def test_auto_tries_batches_of_the_longest_request(tiny_loaded: Loaded, monkeypatch) -> None:
+    tried = []
+    lm = wrap(tiny_loaded, cache_check=False)
+    # As on a GPU
+    lm.batch_size_per_gpu = "auto"
+    monkeypatch.setattr(lm, "_detect_batch_size", lambda requests: tried.extend(requests) or 2)
+    lm.loglikelihood(make_requests("loglikelihood", (CONTEXT[:9], "a"), (CONTEXT[:5], CONTEXT[5:65])))
+    ((_, context, continuation),) = tried
+    assert len(context) + len(continuation) == 65
+
+
 def test_larger_batches_score_as_one_and_the_largest_is_found(tiny_loaded: Loaded) -> None:
     options = {"cache": "gear-2bit", "max_batch_size": 3, "max_length": 350}
     models = [wrap(tiny_loaded, batch_size=size, **options) for size in (1, 3)]
@@ -172,6 +183,26 @@ def test_a_cache_that_no_context_reaches_fails(tiny_loaded: Loaded, caplog: pyte
         wrap(tiny_loaded, cache="h2o").generate_until(make_requests("generate_until", arguments))
 
 
+def test_a_short_continuation_of_the_longest_context_is_no_error_before_a_long_one(tiny_loaded: Loaded) -> None:
+    lm = wrap(tiny_loaded, cache="gear-2bit", cache_mode="decode")
+    scores = lm.loglikelihood(make_requests("loglikelihood", (CONTEXT[:30], " a"), (CONTEXT[:20], CONTEXT[20:150])))
+    counters = lm.get_model_info()["cache"]["counters"]
+    assert len(scores) == 2 and (counters["contexts"], counters["contexts_exercised"]) == (2, 1)
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "gear-2bit"])
+def test_every_window_of_rolling_perplexity_is_read_in_chunks(tiny_loaded: Loaded, cache: str) -> None:
+    # The last of two windows has tokens of the first as its context
+    scores = {
+        mode: wrap(tiny_loaded, cache=cache, cache_mode=mode, max_length=180).loglikelihood_rolling(
+            make_requests("loglikelihood_rolling", (CONTEXT[:300],)), disable_tqdm=True
+        )
+        for mode in ("auto", "chunk", "prefix")
+    }
+    assert scores["auto"] == scores["chunk"]
+    assert (scores["auto"] != pytest.approx(scores["prefix"], abs=1e-2)) == (cache == "gear-2bit")
+
+
 def test_infinigen_is_fed_token_by_token(tiny_loaded: Loaded) -> None:
     lm = wrap(tiny_loaded, cache="infinigen", cache_recent=8, cache_max_fetch_ratio=0.05)
     lm.loglikelihood(make_requests("loglikelihood", *PAIRS[:2]))
@@ -249,8 +280,11 @@ def test_two_settings_cannot_share_stored_responses(tiny_loaded: Loaded, tmp_pat
 
     first = evaluate()
     assert evaluate() == first
-    with pytest.raises(ValueError, match="`use_cache` is a file of another model or cache setting"):
-        evaluate(cache="gear-2bit")
+    for other in ({"cache": "gear-2bit"}, {"max_length": 100}):
+        with pytest.raises(ValueError, match="`use_cache` is a file of another model or cache setting"):
+            evaluate(**other)
+    # Neither of them was stored, and a batch changes nothing but rounding
+    assert evaluate(batch_size=2) == first
 
 
 # Arguments of `accelerate launch` on GPUs; on CPUs it starts one process alone
@@ -293,6 +327,22 @@ def test_two_processes_score_as_one(tiny_folder, task, tmp_path, run_python) -> 
     assert [each["contexts_exercised"] for each in counters] == [3, 3]
     held = [each["config"]["cache"]["memory_of_longest"] for each in (one, two)]
     assert held[0] == held[1]
+
+
+def test_processes_wait_for_each_other_at_the_barrier_alone(tiny_loaded: Loaded, monkeypatch) -> None:
+    # A process calls no method if it has all answers in a store of responses
+    lm = wrap(tiny_loaded, cache="gear-2bit")
+    gathered = []
+    monkeypatch.setattr(torch.distributed, "all_gather_object", lambda records, own: gathered.append(own))
+    lm._world_size = 2
+    lm.accelerator = SimpleNamespace(wait_for_everyone=lambda: None, unwrap_model=lambda model: model)
+    lm.loglikelihood(make_requests("loglikelihood", PAIRS[0]), disable_tqdm=True)
+    assert not gathered
+    lm.barrier()
+    lm.barrier()
+    assert [record.counters["contexts"] for record in gathered] == [1, 0]
+    # Both processes have the same one here
+    assert lm.get_model_info()["cache"]["counters"]["contexts"] == 2
 
 
 def test_rank_is_the_launchers_where_processes_share_a_machine_without_gpus() -> None:

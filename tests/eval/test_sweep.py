@@ -109,7 +109,9 @@ def test_a_task_of_lm_eval_is_a_measure(config: Path, tmp_path: Path, run, make_
     content = yaml.safe_load(config.read_text())
     rows = [{"text": f"Call me number {number}. " * 9, "label": number % 2} for number in range(6)]
     metric = {"metric": "acc", "aggregation": "mean", "higher_is_better": True}
-    own = make_task("own", rows, ["no", "yes"], doc_to_target="label", metric_list=[metric])
+    # With two filters there is a sample of each item by each of them
+    filters = [{"name": name, "filter": [{"function": "take_first"}]} for name in ("none", "again")]
+    own = make_task("own", rows, ["no", "yes"], doc_to_target="label", metric_list=[metric], filter_list=filters)
     (tmp_path / "own.yaml").write_text(yaml.safe_dump(own))
     content["measures"] = {"own": {"task": "own.yaml", "limit": 5}}
     config.write_text(yaml.safe_dump(content))

@@ -30,8 +30,10 @@ def main(
     model: inputs.ModelOption = "smollm2",
     windows: Annotated[int | None, typer.Option(help="Windows of every text (6; infinigen 8).", min=1)] = None,
     length: Annotated[int | None, typer.Option(help="Tokens a window (512; infinigen 1024).", min=4)] = None,
-    rank: Annotated[int, typer.Option(help="infinigen: rank of the corrections; 0 for none.", min=0)] = 128,
-    min_recall: Annotated[float, typer.Option(help="infinigen: layers below it stay whole.", min=0, max=1)] = 0.9,
+    rank: Annotated[int | None, typer.Option(help="infinigen: rank of corrections (128); 0 for none.", min=0)] = None,
+    min_recall: Annotated[
+        float | None, typer.Option(help="infinigen: layers below it stay whole (0.9).", min=0, max=1)
+    ] = None,
     dtype: inputs.DtypeOption = None,
     device: inputs.DeviceOption = None,
     as_json: inputs.JsonOption = False,
@@ -59,6 +61,9 @@ def main(
         kvcache-plugins compare --cache infinigen:calibration=smollm2.safetensors --prompt-file book.txt
     """
     _check_options(cache, text_file, out)
+    if cache != "infinigen" and (rank is not None or min_recall is not None):
+        raise ValueError(f"`rank` and `min_recall` are of `cache` infinigen, but it is {cache}")
+    rank, min_recall = 128 if rank is None else rank, 0.9 if min_recall is None else min_recall
     default_windows, default_length = _DEFAULTS[cache]
     windows = windows or default_windows
     length = length or default_length

@@ -26,5 +26,15 @@ def test_timing_restores_methods_of_layers(tiny_llama):
     assert not any("commit_prompt" in vars(layer) for layer in cache.layers)
 
 
+@torch.no_grad()
+def test_coding_on_a_gpu_is_timed_to_its_end(tiny_llama, monkeypatch):
+    waited = []
+    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
+    cache = create_cache("gear-2bit", tiny_llama)
+    with coding_seconds(cache, torch.device("cuda")) as seconds:
+        read_prompt(tiny_llama, cache, torch.zeros(1, 70, dtype=torch.long), 70)
+    assert len(waited) == 2 * len(seconds)
+
+
 def test_unmeasurable_cases_are_refused(assert_refused):
     assert_refused("prompts --cache dynamic --context 2990 --new-tokens 17", "3007 are needed")

@@ -37,3 +37,8 @@ def test_grid_has_a_row_for_every_combination(monkeypatch, read):
 
 def test_an_unknown_shape_is_refused(assert_refused):
     assert_refused("step --cache dynamic --steps 3 --shape gqa-5", "`shape` has to be one of")
+
+
+def test_a_text_is_refused_for_a_shape_which_reads_none(assert_refused):
+    for line in ("step --cache dynamic --steps 3 --shape mqa", "batching --cache transform --shape mqa"):
+        assert_refused(line, "`text_file`")
