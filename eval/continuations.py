@@ -22,7 +22,7 @@ from transformers import Cache, PreTrainedModel
 
 from kvcache_plugins.reports.memory import MemoryReport, StatValue, measure_memory
 
-from .harness import cache_stats, feed, was_exercised
+from .harness import cache_stats, feed, holds_inexact, was_exercised
 
 
 class Feeding(NamedTuple):
@@ -121,7 +121,11 @@ class ContinuationScorer:
                     # Tensors of some peers cannot be copied (quanto's)
                     fork = fill_cache()
             offset = 0
+            held_inexact = holds_inexact(fork)
             for logits in self._feed(rows, fork, padding, feeding.continuation_chunk):
+                # A long continuation is stored as a prompt is, after its own attention
+                exercised = exercised or (held_inexact and was_exercised(fork))
+                held_inexact = exercised or holds_inexact(fork)
                 log_probs = F.log_softmax(logits, dim=-1, dtype=self._softmax_dtype)
                 for row, (_, scored) in enumerate(fed):
                     for each in scored:
@@ -132,7 +136,6 @@ class ContinuationScorer:
                             sums[row][each][0] += float(own.gather(1, targets[:, None]).sum())
                             sums[row][each][1] += int((own.argmax(dim=-1) == targets).sum())
                 offset += log_probs.shape[1]
-            exercised = exercised or was_exercised(fork)
         self.record.counters.update(
             continuations=sum(map(len, continuations)),
             tokens_fed=sum(len(tokens) for each in groups for tokens, _ in each),

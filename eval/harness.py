@@ -32,8 +32,9 @@ from kvcache_plugins.reports.memory import ReportingMixin, StatValue
 
 # Dense cache that others are compared with; its row comes first
 REFERENCE = "dynamic"
-# Counters of `stats()` that are 0 as long as attention has seen exact states alone
-EXERCISE_COUNTERS = ("tokens_compressed", "tokens_dropped", "selected_calls", "attend_calls")
+# Counters of `stats()` that are 0 while a cache holds exact states alone, and while attention has read no others
+_HELD_COUNTERS = ("tokens_compressed", "tokens_dropped")
+_READ_COUNTERS = ("selected_calls", "attend_calls")
 
 QUARTILES = ("lower_quartile_s", "median_s", "upper_quartile_s")
 # Bounds of the median, see `median_interval`
@@ -58,12 +59,18 @@ def cache_stats(cache: Cache) -> dict[str, StatValue]:
     return dict(cache.stats()) if isinstance(cache, ReportingMixin) else {}
 
 
-def was_exercised(cache: Cache) -> bool:
-    """Return False if a cache's counters say that attention has seen exact states alone so far, else True."""
+def holds_inexact(cache: Cache) -> bool:
+    """Return False if a cache's counters say that it holds exact states alone, else True."""
     if isinstance(cache, QuantizedCache):
         return any(getattr(layer, "_quantized_keys", None) is not None for layer in cache.layers)
     stats = cache_stats(cache)
-    return all(stats[name] != 0 for name in EXERCISE_COUNTERS if name in stats)
+    return all(stats[name] != 0 for name in _HELD_COUNTERS if name in stats)
+
+
+def was_exercised(cache: Cache) -> bool:
+    """Return False if a cache's counters say that attention has seen exact states alone so far, else True."""
+    stats = cache_stats(cache)
+    return holds_inexact(cache) and all(stats[name] != 0 for name in _READ_COUNTERS if name in stats)
 
 
 def check_is_empty(cache: Cache) -> None:

@@ -10,7 +10,7 @@ import pytest
 PROJECT_ROOT = Path(__file__).resolve().parents[1]
 SUFFIXES = (".py", ".c", ".h")
 # In fifties, of the day when the folder was last made lighter; raised with a reason in the commit alone
-CEILINGS = {"src": 37_800, "triton_kernels": 6_700, "eval": 7_950, "tests": 32_300}
+CEILINGS = {"src": 37_800, "triton_kernels": 6_700, "eval": 8_150, "tests": 32_600}
 
 
 def count_lines(folder: str) -> int:

@@ -83,7 +83,6 @@ def test_windows_are_disjoint_and_spread() -> None:
             spread_windows(torch.arange(1000), *arguments)
 
 
-@pytest.mark.long
 def test_rows_may_hold_separators_of_lines(tmp_path) -> None:
     rows = [{"text": "one\u2028two\x85three"}, {"text": "four"}]
     (tmp_path / "rows.jsonl").write_text("\n \n".join(json.dumps(row, ensure_ascii=False) for row in rows), "utf-8")
@@ -93,6 +92,7 @@ def test_rows_may_hold_separators_of_lines(tmp_path) -> None:
         read_rows(tmp_path / "rows.jsonl", "data_file")
 
 
+@pytest.mark.long
 def test_text_is_encoded_without_special_tokens_and_bos_is_kept_apart(smollm2, gemma3) -> None:
     for (_, tokenizer), start in ((smollm2, []), (gemma3, [gemma3[1].bos_token_id])):
         token_ids, start_ids = encode_text(tokenizer, "Call me Ishmael.")
