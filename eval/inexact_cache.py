@@ -42,7 +42,7 @@ class InexactCache(DynamicCache):
         return states
 
     def _inexact(self, kept: torch.Tensor, new: torch.Tensor, error: float) -> torch.Tensor:
-        """Return states `[B, H, tokens, D]` with errors in the `new` ones, of which a window keeps the last."""
+        """Return states `[B, H, tokens, D]` with errors in the `new` ones; a window keeps the last."""
         noise = error * torch.randn(new.shape, generator=self._generator, dtype=new.dtype, device=new.device)
         scale = new.pow(2).mean(dim=-1, keepdim=True).sqrt()
         return torch.cat([kept[:, :, : -new.shape[2]], new + noise * scale], dim=2)[:, :, -kept.shape[2] :]
