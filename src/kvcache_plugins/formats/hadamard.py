@@ -12,6 +12,7 @@ from functools import cache
 import torch
 
 
+@cache
 def rotation_size(head_dim: int) -> int:
     """Return the number of channels that are rotated together: the largest power of two that divides `head_dim`."""
     return head_dim & -head_dim
