@@ -14,7 +14,7 @@ from kvcache_plugins.console.results import prepare_file, print_json, provenance
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from kvcache_plugins.infinigen.calibration import LayerReport
 
@@ -60,26 +60,22 @@ def main(
         kvcache-plugins calibrate --cache infinigen --text-file book.txt --out smollm2.safetensors
         kvcache-plugins compare --cache infinigen:calibration=smollm2.safetensors --prompt-file book.txt
     """
-    _check_options(cache, text_file, out)
-    if cache != "infinigen" and (rank is not None or min_recall is not None):
-        raise ValueError(f"`rank` and `min_recall` are of `cache` infinigen, but it is {cache}")
-    rank, min_recall = 128 if rank is None else rank, 0.9 if min_recall is None else min_recall
+    _check_options(cache, text_file, out, has_infinigens=rank is not None or min_recall is not None)
+    rank = 128 if rank is None else rank
+    min_recall = 0.9 if min_recall is None else min_recall
     default_windows, default_length = _DEFAULTS[cache]
     windows = windows or default_windows
     length = length or default_length
     texts = [inputs.read_text(path, "text_file") for path in text_file or ()]
     if out is not None:
         prepare_file(out)
-    from kvcache_plugins.eval.harness import encode_text, spread_windows
     from kvcache_plugins.transform_coding.calibration import calibration_path
     from kvcache_plugins.transform_coding.calibration_texts import calibration_texts
 
     loaded, tokenizer = inputs.load_for_evaluation(model, dtype, device)
     if cache != "infinigen":
         texts = [*calibration_texts().values(), *texts]
-    cut: list[torch.Tensor] = []
-    for token_ids, start_ids in (encode_text(tokenizer, text) for text in texts):
-        cut += spread_windows(token_ids, windows, length // 2, length - length // 2 - 1, start_ids)
+    cut = _cut_windows(texts, tokenizer, windows, length)
     settings: dict[str, object] = {
         "model": model,
         "text_file": ",".join(path.name for path in text_file) if text_file else None,
@@ -100,8 +96,8 @@ def main(
         typer.echo(f"{model}: {path}")
 
 
-def _check_options(cache: str, text_file: list[Path] | None, out: Path | None) -> None:
-    """Raise a `ValueError` for an unknown method, or an option that the method needs."""
+def _check_options(cache: str, text_file: list[Path] | None, out: Path | None, *, has_infinigens: bool) -> None:
+    """Raise a `ValueError` for an unknown method, an option that it needs, or options of InfiniGen for another."""
     from kvcache_plugins.option_checks import check_choice
 
     check_choice("cache", cache, tuple(_DEFAULTS))
@@ -109,6 +105,20 @@ def _check_options(cache: str, text_file: list[Path] | None, out: Path | None) -
         raise ValueError(f"`out` has to be given with `cache` {cache}: a safetensors file to write")
     if not text_file and cache == "infinigen":
         raise ValueError("`text_file` has to be given with `cache` infinigen: text like what the model will read")
+    if has_infinigens and cache != "infinigen":
+        raise ValueError(f"`rank` and `min_recall` are of `cache` infinigen, but it is {cache}")
+
+
+def _cut_windows(
+    texts: list[str], tokenizer: "PreTrainedTokenizerBase", windows: int, length: int
+) -> "list[torch.Tensor]":
+    """Cut windows of `length` tokens out of every text."""
+    from kvcache_plugins.eval.harness import encode_text, spread_windows
+
+    cut = []
+    for token_ids, start_ids in (encode_text(tokenizer, text) for text in texts):
+        cut += spread_windows(token_ids, windows, length // 2, length - length // 2 - 1, start_ids)
+    return cut
 
 
 def _calibrate(

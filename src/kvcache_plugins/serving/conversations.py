@@ -42,7 +42,7 @@ class Conversations:
         cache that cannot go back to them. Layers before the one where it broke off hold a token or a prompt more.
         """
         lengths = [layer.get_seq_length() for layer in cache.layers if isinstance(layer, CacheLayerMixin)]
-        num_read = min(*lengths, input_ids.shape[1])
+        num_read = min([*lengths, input_ids.shape[1]])
         # A recurrence may have read a token more than `num_read`
         can_go = all(
             can_go_back(layer, max(layer.get_seq_length() - num_read, 0) if isinstance(layer, CacheLayerMixin) else 1)
