@@ -186,6 +186,12 @@ def stretch_stops(stretch: int, num_scored: int) -> list[int]:
     return [min(start + stretch, num_scored) for start in range(0, num_scored, stretch)]
 
 
+def mean_by_stretch(values: Sequence[float], stretch: int) -> list[float]:
+    """Return the means of values of tokens over stretches of `stretch` tokens each."""
+    stops = stretch_stops(stretch, len(values))
+    return [statistics.fmean(values[start:stop]) for start, stop in zip([0, *stops], stops, strict=False)]
+
+
 # Long contexts for timing decode steps: the keys and values of a short text, repeated, as reading 16384 tokens takes
 # minutes. Repeated keys have the positions of the short text, and caches see no queries of the prompt. The time of a
 # step depends on neither.

@@ -214,17 +214,12 @@ def measure_fidelity(
 
 def trend(windows: Sequence[WindowScore], stretch: int) -> dict[str, Any]:
     """Return KL by stretches, the slope of KL over positions, and the last quarter's KL over the first quarter's."""
-
-    def mean_kl(start: int, stop: int) -> float:
-        return statistics.fmean(kl for window in windows for kl in window.position_kl[start:stop])
-
-    num_scored = windows[0].num_scored
-    stops = harness.stretch_stops(stretch, num_scored)
-    first, last = mean_kl(0, num_scored // 4), mean_kl(num_scored - num_scored // 4, num_scored)
-    depths, values = zip(*(each for window in windows for each in enumerate(window.position_kl)), strict=True)
+    by_position = [statistics.fmean(each) for each in zip(*(each.position_kl for each in windows), strict=True)]
+    quarter = len(by_position) // 4
+    first, last = statistics.fmean(by_position[:quarter]), statistics.fmean(by_position[-quarter:])
     return {
-        "kl_by_stretch": [mean_kl(*part) for part in zip([0, *stops], stops, strict=False)],
-        "kl_per_1000_tokens": 1000 * statistics.linear_regression(depths, values).slope,
+        "kl_by_stretch": harness.mean_by_stretch(by_position, stretch),
+        "kl_per_1000_tokens": 1000 * statistics.linear_regression(range(len(by_position)), by_position).slope,
         # The dense cache's first quarter may have a KL of 0
         "kl_last_to_first_quarter": last / first if first else None,
     }

@@ -1,12 +1,11 @@
 """Norms of the keys and values that attention reads from a cache, over those of a dense cache, by their age."""
 
-import statistics
 from typing import Any, NamedTuple
 
 import torch
 from transformers import Cache, DynamicCache
 
-from kvcache_plugins.eval.harness import cache_stats, stretch_stops
+from kvcache_plugins.eval.harness import cache_stats, mean_by_stretch
 
 
 class NormRatios(NamedTuple):
@@ -32,10 +31,8 @@ def norm_ratios(cache: Cache, dense: DynamicCache) -> NormRatios | None:
             continue
         sides = (exact.keys, exact.values)
         read = layer.update(*(side[:, :, -1:] for side in sides))
-        ratios = []
-        for own, side in zip(read, sides, strict=True):
-            ratios.append((own[:, :, :-1].norm(dim=-1) / side.norm(dim=-1)).mean(dim=(0, 1)))
-        by_layer.append(torch.stack(ratios))
+        ratios = [own[:, :, :-1].norm(dim=-1) / side.norm(dim=-1) for own, side in zip(read, sides, strict=True)]
+        by_layer.append(torch.stack([each.mean(dim=(0, 1)) for each in ratios]))
     if not by_layer:
         return None
     keys, values = torch.stack(by_layer).mean(dim=0).tolist()
@@ -44,9 +41,7 @@ def norm_ratios(cache: Cache, dense: DynamicCache) -> NormRatios | None:
 
 def norms_by_stretch(norms: NormRatios, stretch: int) -> dict[str, list[float]]:
     """Return the means of keys and of values over stretches of tokens."""
-    stops = stretch_stops(stretch, len(norms.keys))
-    parts = [slice(start, stop) for start, stop in zip([0, *stops], stops, strict=False)]
     return {
-        f"{side}_norm_by_stretch": [statistics.fmean(ratios[part]) for part in parts]
-        for side, ratios in zip(("key", "value"), norms, strict=True)
+        "key_norm_by_stretch": mean_by_stretch(norms.keys, stretch),
+        "value_norm_by_stretch": mean_by_stretch(norms.values, stretch),
     }

@@ -39,23 +39,24 @@ def measure_repetition(
     writer: Any = model
     end = writer.generation_config.eos_token_id
     ends = set(end if isinstance(end, list) else [end])
+    mask = torch.ones_like(prompts)
     for name, factory in factories.items():
         on_progress(name)
         cache = factory()
         set_seed(seed)
-        mask = torch.ones_like(prompts)
         found = writer.generate(
             prompts, attention_mask=mask, **as_argument(cache), do_sample=True, max_new_tokens=num_new
         )
         texts = [_until_end(text, ends) for text in found[:, prompts.shape[1] :].tolist()]
         distinct = [distinct_share(text) for text in texts]
+        lengths = [len(text) for text in texts]
         yield {
             "cache": name,
             "distinct": distinct,
             "mean_distinct": statistics.fmean(distinct),
             "least_distinct": min(distinct),
-            "lengths": [len(text) for text in texts],
-            "median_length": statistics.median(len(text) for text in texts),
+            "lengths": lengths,
+            "median_length": statistics.median(lengths),
             "ended": sum(text[-1] in ends for text in texts),
             "memory_at_end": memory_fields(measure_memory(cache)),
         }
